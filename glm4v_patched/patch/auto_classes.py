@@ -40,7 +40,7 @@ from .repository import IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
 
 logger = logging.getLogger(__name__)
 
-# Some exist in newer transformers only.
+# Some of these classes exist in newer transformers only.
 AUTO_MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
@@ -202,11 +202,11 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
-    # The class is resolved first: doing so, transformers 5.8 replaces its own module object.
-    defined, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
-    if package.AutoImageProcessor is not defined:  # the patch remembers the placeholder
+    # The class is resolved first: that import makes transformers 5.8 replace its module object.
+    real_class, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
+    if package.AutoImageProcessor is not real_class:  # the patch remembers the placeholder
         patches.append(
-            AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: defined)
+            AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: real_class)
         )
     for name, model in classes.items():
         build = partial(_build_model, options, model)
@@ -288,7 +288,8 @@ def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config
         config = ChatGLMConfig.from_config(config)
     kwargs = options.loading_kwargs | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
-    _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # output_loading_info
+    # With output_loading_info, the model is the first of a tuple.
+    _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)
     return loaded
 
 
@@ -314,8 +315,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     if repository.read(IMAGE_PROCESSOR_CONFIG_FILE) is not None:
         return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
     # The published repository has no such file.
-    download = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}
-    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **download)).vision
+    options = {name: kwargs.pop(name) for name in DOWNLOAD_OPTIONS if name in kwargs}
+    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **options)).vision
     sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
     return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
 
@@ -346,7 +347,7 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):
             for name in arguments.get("selected_adapters") or self.peft_config:
-                # peft names the folders of adapters so.
+                # The folders have the names that peft gives them.
                 folder = "" if name == "default" else name
                 custom_object_save(base, os.path.join(save_directory, folder))
         return result

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FLOAT32 = 3.4028234663852886e38
-"""The largest float32, which is also bfloat16's but for rounding."""
+"""The largest float32; the largest bfloat16 is about the same."""
 # In bytes. One MiB of JSON that consists of empty lists takes 22 MiB of memory once parsed.
 MAX_JSON_BYTES, MAX_LARGE_JSON_BYTES = 16 * 2**20, 64 * 2**20
 LARGE_JSON_FILES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
@@ -43,7 +43,7 @@ def read_json_object(path: Path) -> dict:
     """Read a JSON file that contains an object.
 
     Raises:
-        ValueError: it cannot be read, is too large or too deeply nested, or is not an object.
+        ValueError: the file cannot be read, is too large or nested too deeply, or has no object.
     """
     return parse_json_object(read_bytes_within_limit(path), str(path))
 
@@ -52,7 +52,7 @@ def read_bytes_within_limit(path: Path) -> bytes:
     """Read a file of settings or text, of at most 16 MiB (64 MiB for ``LARGE_JSON_FILES``).
 
     Raises:
-        ValueError: it cannot be read, is not a regular file, or is larger than that.
+        ValueError: the file cannot be read, is not a regular file, or is larger than the limit.
     """
     if path.exists() and not path.is_file():  # reading a pipe would block
         raise ValueError(f"{path} cannot be read: it is not a regular file")
@@ -91,7 +91,7 @@ def find_nonfinite_number(values: Any) -> str | None:
 
 
 def parse_json_object(content: bytes, name: str) -> dict:
-    """Parse bytes as :func:`read_json_object` parses a file; ``name`` is used in errors."""
+    """Parse bytes as :func:`read_json_object` parses a file; errors have ``name``."""
     with _json_errors(name):
         values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):

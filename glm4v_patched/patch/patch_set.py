@@ -11,7 +11,7 @@ class AttributePatch:
     """One attribute to be replaced, and the function that makes its replacement.
 
     Args:
-        owner: ``package.module`` or ``package.module:Class`` that defines (not inherits) it.
+        owner: ``package.module`` or ``package.module:Class`` whose ``vars`` has the attribute.
         name: The attribute's name.
         replace: Called with the original, as found in ``vars(owner)``; returns the replacement.
     """
@@ -25,7 +25,7 @@ class AttributePatch:
 
 
 class PatchSet:
-    """A set of attribute patches; reverting refuses if somebody else patched them afterwards."""
+    """A set of attribute patches; it refuses to revert what somebody else patched afterwards."""
 
     def __init__(self, patches: Sequence[AttributePatch]):
         self._patches = tuple(patches)
@@ -63,15 +63,15 @@ class PatchSet:
         Raises:
             RuntimeError: somebody replaced an attribute after us; nothing is restored then.
         """
-        foreign = [
+        replaced_later = [
             str(patch)
             for patch, owner, _, replacement in self._replaced
             if vars(owner).get(patch.name) is not replacement
         ]
-        if foreign:
+        if replaced_later:
             raise RuntimeError(
                 f"nothing was undone, because these were replaced by others since: "
-                f"{', '.join(foreign)}; undo those first"
+                f"{', '.join(replaced_later)}; undo those first"
             )
         for patch, owner, original, _ in self._replaced:
             setattr(owner, patch.name, original)

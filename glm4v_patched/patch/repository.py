@@ -1,4 +1,4 @@
-"""Detect a glm-4v in a local folder or a Hub repository, by its files instead of its name."""
+"""Detection of a glm-4v in a folder or a Hub repository, by its files instead of its name."""
 
 import re
 from contextlib import suppress
@@ -33,7 +33,7 @@ class Repository:
         self._download_options = {
             name: kwargs[name]
             for name in DOWNLOAD_OPTIONS
-            # from_pretrained itself downloads again; here, once more would be too much.
+            # force_download is for from_pretrained: the files are not downloaded twice.
             if kwargs.get(name) is not None and name != "force_download"
         }
         if kwargs.get("use_auth_token") is not None:  # transformers 4 still takes that name
@@ -41,11 +41,11 @@ class Repository:
 
     @cached_property
     def hub_timeout(self) -> str | None:
-        """Error message of a Hub that does not answer in time; ``None`` if it does.
+        """Error message if the Hub does not answer in time, else ``None``.
 
         ``None`` also for local folders and when offline. The request is sent once, with a timeout:
-        the client would wait a minute for each file, six times, and transformers 5 forever for the
-        commit.
+        the Hub's client would wait a minute for each file, six times, and transformers 5 would
+        wait forever for the commit.
         """
         name, offline = self.name_or_path, self._download_options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
@@ -104,7 +104,7 @@ class Repository:
         return None
 
     def contains_glm4v(self) -> bool:
-        """Return whether it contains a glm-4v, an adapter of one, or only the tokenizer of one.
+        """Return whether the files are those of a glm-4v, its adapter, or only its tokenizer.
 
         Cached files are trusted: a repository does not become another model. Returns ``False`` if
         the files cannot be read; the loading call that follows then raises its own error.

@@ -27,7 +27,7 @@ import glm4v_patched
 
 PATCHED_VARIABLE = "GLM4V_PATCHED"
 STARTUP_FOLDER = Path(__file__).resolve().with_name("startup")
-# DeepSpeed's and torch's older launchers put these before the script, but mean them for it.
+# Older launchers of DeepSpeed and torch put these options of the script before its name.
 LAUNCHER_OPTIONS = ("--local_rank", "--local-rank")
 
 
@@ -59,8 +59,8 @@ def main() -> None:
 
 def _interpreter_flags() -> list[str]:
     """Return the options of the Python interpreter itself, such as ``-u``."""
-    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]
+    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and the module or script
+    return flags[:-2] if flags[-2:-1] == ["-m"] else flags[:-1]
 
 
 def find_script(name: str) -> str:

@@ -1,6 +1,6 @@
 """Attention by transformers' registry of implementations, for vision tower and language model.
 
-Packed sequences are attended to sample by sample (:class:`PackedSamples`): no block-diagonal mask
+The samples of packed sequences attend in batches (:class:`PackedSamples`): no block-diagonal mask
 over a packed sequence is made.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
-# packed: R sequence length, N samples of one group, M length of the longest of them, X heads of
-# either kind.
+# packed: R sequence length, N samples of a group, M length of its longest sample, X query or
+# key-value heads.
 
 
 class PackedSamples(NamedTuple):
@@ -37,7 +37,7 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     """Group the samples of packed sequences by length.
 
     Args:
-        position_ids_BR: 0 where a sample starts. Copied to the host, which waits for the device.
+        position_ids_BR: 0 where a sample starts. Their copy to the host waits for the device.
 
     Returns:
         ``None`` if every sequence is one sample.
@@ -157,9 +157,9 @@ def eager_attention(
     Returns:
         The output ``(B, Q, H, C)`` and the attention weights ``(B, H, Q, K)``.
     """
-    groups = cast(int, module.num_key_value_groups)
-    key_BHKC = key_BGKC.repeat_interleave(groups, dim=1)
-    value_BHKC = value_BGKC.repeat_interleave(groups, dim=1)
+    repeats = cast(int, module.num_key_value_groups)
+    key_BHKC = key_BGKC.repeat_interleave(repeats, dim=1)
+    value_BHKC = value_BGKC.repeat_interleave(repeats, dim=1)
     scores_BHQK = query_BHQC @ key_BHKC.transpose(-1, -2) * scaling
     if attention_mask is not None:
         scores_BHQK = scores_BHQK + attention_mask
@@ -168,7 +168,7 @@ def eager_attention(
 
 
 def _is_decode_step(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a causal layer attends with one query, over a cache, with grouped heads."""
+    """Return whether one query attends over a cache, with grouped heads that share a mask."""
     has_one_query = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
     has_groups = query_BHQC.shape[1] != key_BGKC.shape[1]
     is_shared_mask = mask is None or (

@@ -1,7 +1,7 @@
 """Metadata of a key-value cache: position ids and padding of the sequences in it.
 
-An image takes more cache entries than position ids, so the position that follows a cached sequence
-does not follow from the cache's length.
+An image takes more cache entries than position ids, so the cache's length does not determine
+the position id of the next token.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class CacheMetadata(NamedTuple):
     """Metadata of one prefill of a cache.
 
     Attributes:
-        anchor: Cache length up to the last entry that is padding or part of an image. All entries
-            from here on are text, each at the previous position id + 1.
+        anchor: Index behind the last cache entry that is padding or part of an image. All entries
+            from there on are text, each at the previous position id + 1.
         length: Cache length up to which this metadata is valid.
         next_position: ``(B, 1)``, the position id at ``anchor``.
         row_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before ``anchor``.
@@ -42,12 +42,12 @@ METADATA_ATTRIBUTE = "glm4v_metadata"  # of a Cache: list[CacheMetadata], the la
 def cached_length(cache: Cache | None) -> int:
     """Return how many positions a cache holds. Waits for the device if the cache is static."""
     length: Any = 0 if cache is None else cache.get_seq_length()
-    # A static cache answers with a tensor, which in transformers 5 is the counter itself.
+    # A static cache returns a tensor, which in transformers 5 is the cache's own counter.
     return int(length) if isinstance(length, Tensor) else length
 
 
 def is_static(cache: Cache | None) -> bool:
-    """Return whether the cache has a fixed size, and only the device knows its length."""
+    """Return whether the cache has a fixed size; its length is then only on the device."""
     return cache is not None and bool(cache.is_compileable)
 
 
@@ -74,34 +74,34 @@ def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
 def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
     """Record that ``batch`` was added to the cache after ``past_length`` positions.
 
-    The cache may have been cropped before: entries behind ``past_length`` are dropped.
+    The cache may have been cropped before: metadata anchored behind ``past_length`` is dropped.
     """
     length = past_length + batch.input_ids.shape[1]
-    entries = [
-        entry._replace(length=min(entry.length, past_length))
-        for entry in _get_metadata(cache)
-        if entry.anchor <= past_length
+    records = [
+        record._replace(length=min(record.length, past_length))
+        for record in _get_metadata(cache)
+        if record.anchor <= past_length
     ]
-    if entries and not batch.text_only_from and entries[-1].length == past_length:
-        entries[-1] = entries[-1]._replace(length=length)
+    if records and not batch.text_only_from and records[-1].length == past_length:
+        records[-1] = records[-1]._replace(length=length)
     else:
         anchor = past_length + max(batch.text_only_from, 1)
         last_B1 = batch.position_ids.amax(dim=1, keepdim=True)
-        entry = CacheMetadata(
+        record = CacheMetadata(
             anchor=anchor,
             length=length,
             next_position=last_B1 + 1 - (length - anchor),
             row_fingerprint=_compute_fingerprint(cache, anchor, length),
         )
-        entries.append(entry)
-    setattr(cache, METADATA_ATTRIBUTE, entries)
+        records.append(record)
+    setattr(cache, METADATA_ATTRIBUTE, records)
 
 
 def record_decode_step(cache: Cache, length: int) -> None:
     """Record that the cache is about to hold ``length`` positions, the last ones generated text."""
-    entries = _get_metadata(cache)
-    if entries:
-        setattr(cache, METADATA_ATTRIBUTE, [*entries[:-1], entries[-1]._replace(length=length)])
+    records = _get_metadata(cache)
+    if records:
+        setattr(cache, METADATA_ATTRIBUTE, [*records[:-1], records[-1]._replace(length=length)])
 
 
 def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | None:
@@ -119,14 +119,14 @@ def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | Non
 def find_metadata(cache: Cache | None, length: int) -> CacheMetadata | None:
     """Return the metadata that determines the position id at a cache length, ``None`` if none
     does."""
-    valid = [entry for entry in _get_metadata(cache) if entry.anchor <= length <= entry.length]
+    valid = [record for record in _get_metadata(cache) if record.anchor <= length <= record.length]
     return valid[-1] if valid and valid[-1].row_fingerprint is not None else None
 
 
 def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """Return the position id ``(B, 1)`` that follows each cached sequence.
 
-    It is -1 for a sequence that this model did not put there, and ``None`` for an empty cache.
+    The id is -1 for a sequence that this model did not cache. Return ``None`` for an empty cache.
 
     Raises:
         ValueError: The position id of no sequence can be determined.
@@ -134,8 +134,8 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
     if cache is None or not past_length:
         return None
     metadata = find_metadata(cache, past_length)
-    is_same = None if metadata is None else _match_sequences(cache, metadata, past_length)
-    if metadata is None or is_same is None:
+    is_match = None if metadata is None else _match_sequences(cache, metadata, past_length)
+    if metadata is None or is_match is None:
         raise ValueError(
             f"the next position id after {past_length} cached positions is unknown (an image takes "
             "more cache entries than position ids): it is known only for caches that this model "
@@ -144,7 +144,7 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
         )
     # Layers may be on several devices.
     next_B1 = metadata.next_position + (past_length - metadata.anchor)
-    return torch.where(is_same.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
+    return torch.where(is_match.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
 
 def _match_sequences(cache: Cache, metadata: CacheMetadata, length: int) -> Tensor | None:
@@ -177,14 +177,14 @@ def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Ten
 class ExpandedPrompt:
     """The prompt of a ``generate`` call, whose image placeholders are expanded once, at prefill.
 
-    Beams and several answers only change places among copies of one sequence, so this needs no
-    reordering. Lengths are known on the host.
+    Beams and several answers only swap copies of one sequence, so the prompt needs no reordering.
+    Its lengths are known on the host.
 
     Attributes:
         input_ids: ``(B, L)`` as passed to ``generate``; the prompt is recognized by this tensor.
         batch: The prompt with its image placeholders expanded.
-        position_ids: As passed to ``generate``; some releases of transformers then replace them
-            by those of the new tokens.
+        position_ids: As passed to ``generate``; some releases of transformers later pass only the
+            position ids of new tokens.
         num_forward_calls: How often inputs for ``forward`` were prepared.
     """
 
@@ -199,7 +199,7 @@ class ExpandedPrompt:
         return self.batch.input_ids.shape[1]
 
     def repeated(self, repeats: int, input_ids: Tensor) -> "ExpandedPrompt":
-        """Return a prompt with each sequence repeated; ``input_ids`` are repeated already."""
+        """Return a prompt with each sequence repeated; ``input_ids`` are the repeated ids."""
 
         def repeat(value: Any) -> Any:
             return value.repeat_interleave(repeats, dim=0) if isinstance(value, Tensor) else value
@@ -210,7 +210,7 @@ class ExpandedPrompt:
     def count_images(self, begin_id: int, past_length: int, num_images: int) -> list[int]:
         """Return the number of images in each sequence.
 
-        If ``num_images`` is not the number of all images, count those that are not cached.
+        If ``num_images`` is not the number in the whole prompt, only uncached images are counted.
         """
         is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
         if int(is_begin.sum()) != num_images:
@@ -224,13 +224,13 @@ class ExpandedPrompt:
     def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
         """Return how many generated tokens are not in the cache yet.
 
-        It is 0 if ``forward`` has to compute anything else, too.
+        Return 0 if a decode step over these tokens alone is not possible.
         """
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):
             return 0
         if is_static(cache):  # whose own length is on the device
-            num_filled = entries[-1].length if (entries := _get_metadata(cache)) else 0
+            num_filled = records[-1].length if (records := _get_metadata(cache)) else 0
         else:
             num_filled = cached_length(cache)
         num_uncached = self.length + num_generated - num_filled

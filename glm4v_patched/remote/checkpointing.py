@@ -3,9 +3,9 @@
 The problem with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
 
 1. Backward recomputes a layer. ZeRO-3's forward hooks run again and partition the parameters of
-   each submodule that is done, in place: ``param.data`` becomes an empty tensor.
-2. Autograd saves tensors during the recomputation. A trainable parameter is saved detached, an
-   alias that still owns the gathered storage; a frozen parameter is saved as the live object.
+   each finished submodule in place: ``param.data`` becomes an empty tensor.
+2. Autograd saves tensors during the recomputation. A trainable parameter is saved as a
+   detached alias, which keeps the gathered storage; a frozen parameter is saved as it is.
 3. torch compares the saved tensors with those of the first forward and finds frozen parameters of
    shape [0]: "Recomputed values for the following tensors have different metadata".
 
@@ -16,7 +16,7 @@ after the submodule's backward partitions it. Nothing is gathered twice, and tor
 stays on.
 
 DeepSpeed 0.19.3 and newer keep such parameters gathered themselves, on behalf of the module whose
-backward is running. That may be a module far outside of the layer, so this is undone here.
+backward is running. This module may be far outside of the layer, so their change is undone here.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Ids of modules are non-negative.
+# The id of no module: DeepSpeed's ids are non-negative.
 _KEEP_GATHERED_ID = -1
 
 
 class _NoForwardWrapping:
-    """Keep ``GradientCheckpointingLayer`` (transformers 5.23) from wrapping our ``forward``."""
+    """Base that keeps ``GradientCheckpointingLayer`` (5.23) from wrapping our ``forward``."""
 
     def __init_subclass__(cls, **kwargs):
         pass
@@ -41,12 +41,12 @@ class _NoForwardWrapping:
 class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     """A layer that recomputes its activations in backward when checkpointing is enabled.
 
-    Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function receives a bound
-    method, so that frameworks find the layer as its ``__self__``, and the hidden states first.
+    Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function receives the
+    hidden states first, after a bound method, in whose ``__self__`` frameworks find the layer.
 
-    transformers counts ``GradientCheckpointingLayer`` objects for ``every_n_layers``. Its own
-    wrapping (of ``__call__``, from 5.23 on of ``forward``) passes a partial instead of a bound
-    method and is not used.
+    transformers counts ``GradientCheckpointingLayer`` objects for ``every_n_layers``. The wrapping
+    of that class (of ``__call__``, from 5.23 on of ``forward``) is bypassed, because it passes a
+    partial instead of a bound method.
     """
 
     gradient_checkpointing = False
@@ -60,8 +60,8 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
             and any(p.requires_grad for p in self.parameters())
         ):
             # Reentrant checkpoints differentiate only through inputs that require grad, and
-            # ZeRO-3 releases a layer in the backward of its input. This happens before the layer's
-            # hooks run, because they release a layer that is gathered as one unit (a leaf module).
+            # ZeRO-3 releases a layer in the backward of its input. The input is replaced before the
+            # layer's hooks run, because they release a layer that is one unit (a leaf module).
             hidden = hidden.detach().requires_grad_()
         return nn.Module.__call__(self, hidden, *rest)
 
@@ -97,7 +97,7 @@ def keep_frozen_parameters_gathered(layer: nn.Module):
         yield
     finally:
         for parameter, module_ids in owners.items():
-            # Also drops modules outside this layer, which DeepSpeed 0.19.3 and newer added.
+            # Also drops ids of modules outside this layer, which DeepSpeed 0.19.3 and newer add.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
         if owners:
             for module in modules:
@@ -110,7 +110,7 @@ def _in_backward() -> bool:
 
 def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
     """Map the modules' frozen ZeRO-3 parameters to the ids of the modules that own them."""
-    owners: dict[Any, set[int]] = {}  # parameters have attributes that DeepSpeed adds
+    owners: dict[Any, set[int]] = {}  # Any, because DeepSpeed adds attributes to parameters
     for module in modules:
         if not hasattr(module, "ds_id"):
             continue  # inside a leaf module, which is gathered and released as a unit

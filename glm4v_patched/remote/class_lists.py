@@ -1,4 +1,4 @@
-"""Registers our classes in transformers' lists of class names.
+"""Registration of our classes in transformers' lists of class names.
 
 Other code looks only at these lists to learn what a class is. A Trainer with
 ``label_smoothing_factor`` takes the labels out of the batch and shifts them only for listed causal
@@ -16,8 +16,8 @@ def register_class_name(cls: type, kind: str, key: str | None = None) -> None:
     """Add the name of ``cls`` to transformers' ``MODEL_FOR_{kind}_MAPPING_NAMES``.
 
     Args:
-        key: The key of the entry. Default: the class name. It is not a model type, so entries of
-            other models of type "chatglm" remain and no Auto class finds it.
+        key: The key of the entry. Default: the class name, which is no model type: entries of other
+            models of type "chatglm" remain, and no Auto class finds this one.
 
     Raises:
         ImportError: This transformers has no such list.

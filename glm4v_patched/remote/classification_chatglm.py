@@ -15,12 +15,12 @@ from .sharding import refuse_split_model
 
 # Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
 
-# Keywords of the decoder about single tokens: a classifier has one label and logit per sequence.
+# Keywords of the decoder that a classifier refuses: they are about single tokens.
 PER_TOKEN_KWARGS = ("prompt_length", "shift_labels")
 
 
 class SequenceScoringMixin(nn.Module):
-    """Adds ``forward`` to a model with a decoder, ``transformer``, and a linear head, ``score``."""
+    """Mixin that adds ``forward`` to a model with a ``transformer`` and a linear ``score`` head."""
 
     config: Any
     transformer: Any
@@ -88,8 +88,9 @@ class SequenceScoringMixin(nn.Module):
                 "its own"
             )
         hidden_BRD = output.last_hidden_state
-        last_B = self._last_tokens(hidden_BRD, output.attention_mask)
-        logits = self.score(hidden_BRD[torch.arange(last_B.shape[0], device=last_B.device), last_B])
+        columns_B = self._last_tokens(hidden_BRD, output.attention_mask)
+        rows_B = torch.arange(columns_B.shape[0], device=columns_B.device)
+        logits = self.score(hidden_BRD[rows_B, columns_B])
         loss = None
         if labels is not None:
             loss = self.loss_function(

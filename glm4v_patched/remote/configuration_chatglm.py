@@ -35,8 +35,7 @@ def check_transformers(installed: str) -> None:
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(installed, prereleases=True):
-        # By transformers' logger, so that it warns once: each Auto class may load a copy of this
-        # file.
+        # transformers' logger warns once, although each Auto class may load a copy of this file.
         logging.get_logger().warning_once(
             f"{problem}; if it fails or gives wrong numbers, install a tested version: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
@@ -46,8 +45,8 @@ def check_transformers(installed: str) -> None:
 check_transformers(transformers.__version__)
 
 
-# A config may name no other: transformers downloads flash attention from the Hub where its package
-# is not installed.
+# The implementations that a config may name: transformers downloads flash attention from the Hub if
+# its package is not installed.
 BUILT_IN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 # Quantization methods for which a tested transformers downloads kernels from the Hub.
 QUANTIZERS_WITH_HUB_KERNELS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
@@ -185,7 +184,7 @@ def check_setting_types(
 ) -> None:
     """Raise ``ValueError`` for a setting of the wrong type or size.
 
-    transformers would build any size that a config has, and not end with a billion layers.
+    transformers would try to build any size, even a billion layers.
 
     Args:
         checks: For each name a key of :data:`VALUE_CHECKS`, a check of that form, or the greatest
@@ -208,7 +207,7 @@ def check_setting_types(
 def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     """Run :func:`refuse_nonfinite` on options of generation.
 
-    ``max_time`` may be infinite, and a ``sequence_bias`` minus infinity, which bans the sequence.
+    ``max_time`` may be infinite, and a ``sequence_bias`` of minus infinity bans its sequence.
     """
     checked = {name: value for name, value in values.items() if name != "max_time"}
     biases = checked.pop("sequence_bias", None) or ()
@@ -218,10 +217,10 @@ def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
 
 
 def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
-    """Return the entries of an ``auto_map`` that name classes of this code, in its own folder.
+    """Return the entries of an ``auto_map`` that name classes of this code, in the saved folder.
 
     Args:
-        saved: The Auto class of the object that is saved: transformers wrote its entry itself.
+        saved: The Auto class of the saved object, whose entry is kept: transformers wrote it.
     """
     entries = (auto_map if isinstance(auto_map, dict) else {}).items()
     normalized = {key: [*value] if isinstance(value, tuple) else value for key, value in entries}
@@ -331,7 +330,7 @@ def _model_auto_map(auto_map: dict | None) -> dict:
         for name, value in (auto_map or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
-    # A reference to the config class alone may be to the published code, where it has this name.
+    # The published code's config class has this name, too: a reference to it alone proves nothing.
     return AUTO_MAP | (references if references.keys() - {"AutoConfig"} else {})
 
 
@@ -439,8 +438,8 @@ DEFAULTS = FIXED_FIELDS | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
-# Settings of every transformers model that may be in the config file of a glm-4v. The other ones
-# name classes, or are options of generation, which have their own file.
+# The settings of transformers' base class that are saved for a glm-4v. Its other settings name
+# classes, or are options of generation, which have their own file.
 TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "architectures",
     "auto_map",
@@ -459,12 +458,12 @@ TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "transformers_version",
 )
 SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *TRANSFORMERS_FIELDS}
-# The check of each setting, see check_setting_types: by the type of its default, or a size limit.
+# Checks for check_setting_types: each setting's size limit, or a check by the type of its default.
 CHECK_OF_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
 MODEL_SETTINGS: dict[str, str | int] = {
-    name: CHECK_OF_TYPE[type(v)]
-    for name, v in DEFAULTS.items()
-    if v is not None and name not in FIXED_FIELDS
+    name: CHECK_OF_TYPE[type(default)]
+    for name, default in DEFAULTS.items()
+    if default is not None and name not in FIXED_FIELDS
 }
 MODEL_SETTINGS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
 MODEL_SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
@@ -530,7 +529,7 @@ class ChatGLMConfig(PretrainedConfig):
             if alias not in kwargs:
                 continue
             value = kwargs.pop(alias)
-            if alias == KV_HEADS_ALIAS:  # to_dict writes both names; callers change the alias
+            if alias == KV_HEADS_ALIAS:  # to_dict writes both; callers change the alias, which wins
                 kwargs[name] = value
             if kwargs.setdefault(name, value) != value:
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
@@ -556,11 +555,11 @@ class ChatGLMConfig(PretrainedConfig):
     def from_config(cls, config: PretrainedConfig) -> "ChatGLMConfig":
         """Convert a config of another class to this one.
 
-        That may be the published code's class or vLLM's, which is registered for the whole process.
-        An object of this class is returned as it is.
+        The other class may be the published code's, or vLLM's, which vLLM registers for the whole
+        process. An object of this class is returned as it is.
 
         Raises:
-            ValueError: It is not the config of a glm-4v.
+            ValueError: ``config`` is not that of a glm-4v.
         """
         if isinstance(config, cls):
             return config
@@ -608,18 +607,18 @@ class ChatGLMConfig(PretrainedConfig):
         refuse_nonfinite(kwargs, "from_pretrained")
         check_setting_types(config_dict, GENERAL_SETTINGS, "config.json")
         # A null value is harmless. num_labels is a property that may be set.
-        foreign = [
+        class_attributes = [
             name
             for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"}
             if is_class_attribute(name)
         ]
-        for name in foreign:
+        for name in class_attributes:
             if config_dict[name] is not None:
                 raise ValueError(
                     f"config.json has {name}, which is an attribute of config classes and not a "
                     "setting; expected no such key: remove it"
                 )
-        config_dict = {key: v for key, v in config_dict.items() if key not in foreign}
+        config_dict = {key: v for key, v in config_dict.items() if key not in class_attributes}
         architectures = config_dict.get("architectures") or ()
         if not KNOWN_ARCHITECTURES.issuperset(architectures):
             logging.get_logger().warning_once(

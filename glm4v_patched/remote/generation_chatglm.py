@@ -58,9 +58,9 @@ def known_options(generation_config: GenerationConfig) -> GenerationConfig:
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
-    """Adds generation to a model whose decoder is its ``transformer``."""
+    """Mixin that adds generation to a model whose decoder is its ``transformer``."""
 
-    # The name of this class has to contain that of transformers' mixin, by which it is recognized.
+    # transformers recognizes its mixin by name, which the name of this class has to contain.
 
     config: ChatGLMConfig
     transformer: Any
@@ -151,7 +151,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
             inputs["input_ids"] = batch.input_ids[:, -num_new:]
-        # generate's own position_ids count each cached image token, so metadata wins over them.
+        # generate's own position_ids count every cached image token: the cache's metadata wins.
         if batch.position_ids is not None and find_metadata(cache, past_length) is None:
             inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
@@ -179,7 +179,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         }
         if prompt_length is not None:
             num_generated = batch.input_ids.shape[1] - prompt_length
-            # It stays above 0, which would tell forward that this is a decode step.
+            # The number of uncached prompt positions; forward takes 0 for a decode step.
             inputs["prompt_length"] = length - num_generated - past_length
         return inputs
 
@@ -191,8 +191,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         prompt_length: int | None,
     ) -> ExpandedBatch:
         if batch.attention_mask is None:
-            # transformers 5 drops a mask of ones, but sequences may expand to different lengths;
-            # and positions without a mask would mean that sequences are packed.
+            # transformers 5 drops a mask of ones. It is needed, because sequences may expand to
+            # different lengths, and position ids without a mask mean packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
         positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
         batch = batch._replace(position_ids=positions, num_cached=past_length)
@@ -207,8 +207,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         num_generated = prompt.num_generated(input_ids)
         length = self._checked_length(prompt, cache, num_generated)
         past_length = length - num_uncached
-        # A copy, because the strides of a slice change with its length: a compiled step would be
-        # compiled anew.
+        # A copy: a slice has the strides of input_ids, which change in each step, and a step would
+        # be compiled anew.
         new_ids_BN = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
             "input_ids": new_ids_BN,
@@ -248,8 +248,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
             num_generated: Tokens generated so far, the newest included.
 
         Returns:
-            Whether it was possible (only with a static cache and a 4D mask). If not, ``inputs`` are
-            unchanged.
+            Whether ``inputs`` were advanced, which needs a static cache and a 4D mask; else they
+            are unchanged.
         """
         cache, mask = inputs[CACHE_KEYWORD], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -257,7 +257,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         length = self._checked_length(prompt, cache, num_generated)
         inputs["input_ids"] = new_ids_B1
         inputs["position_ids"].add_(1)
-        # Visible is True in a boolean mask, and 0 in one that is added to the scores.
+        # A visible key has True in a boolean mask, and 0 in a mask that is added to the scores.
         mask[..., length - 1].fill_(mask.dtype == torch.bool)
         if "cache_position" in inputs:
             inputs["cache_position"].add_(1)
@@ -276,14 +276,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # A generated image id would look like a lost image to whoever trains on the answer, so
-        # these ids are suppressed. A trainer's list of other ids does not change that; an empty
-        # list allows all. This processor comes first, so that top-k and the like see its result,
-        # and it is a processor of its own, because generate replaces the config's processor by a
-        # given one of the same class.
+        # A trainer would take a generated image id for a lost image, so image ids are suppressed,
+        # also beside other ids in suppress_tokens; an empty suppress_tokens allows all ids. The
+        # processor comes first, so that top-k and the like see its result. It is not merged with
+        # that of suppress_tokens, which a caller's processor of the same class would replace.
         suppressed = generation_config.suppress_tokens
         if suppressed is None or len(suppressed):
-            # generate passes the device of its ids; that of offloaded weights is "meta".
+            # generate passes the device of its ids; self.device is "meta" with offloaded weights.
             device = str(options.get("device", self.device))
             image_ids = self._image_token_ids()
             processors.insert(0, SuppressTokensLogitsProcessor(image_ids, device=device))
@@ -303,7 +302,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         embeds = model_kwargs.get("inputs_embeds")
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # This runs once, before the first generated token; an assistant model may get it set.
+            # Before the first generated token; an assistant model may get prompt_length passed.
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
@@ -316,7 +315,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
             if sum(counts) == len(images):  # else no image is needed: all are in the cache
                 per_sequence = images.split(counts)
-                images = torch.cat([some.repeat(expand_size, 1, 1, 1) for some in per_sequence])
+                images = torch.cat([group.repeat(expand_size, 1, 1, 1) for group in per_sequence])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
@@ -371,10 +370,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
             # The last token needs no position id: nothing is computed after it.
             max_generated = self.config.seq_length - prompt.batch.last_position
-            last_length = prompt.input_ids.shape[1] + max_generated
-            if generation_config.max_length > last_length:
-                max_cache_length -= generation_config.max_length - last_length
-                generation_config.max_length = last_length
+            greatest_length = prompt.input_ids.shape[1] + max_generated
+            if generation_config.max_length > greatest_length:
+                max_cache_length -= generation_config.max_length - greatest_length
+                generation_config.max_length = greatest_length
         if self.device.type not in DEVICES_WITHOUT_COMPILATION:
             num_multiples = -(-max_cache_length // STATIC_CACHE_MULTIPLE)
             max_cache_length = num_multiples * STATIC_CACHE_MULTIPLE
@@ -393,10 +392,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         def get_candidates_within_length(input_ids, *arguments, **options):
             candidates, logits = get_candidates(input_ids, *arguments, **options)
             # The forward pass that verifies the candidates generates one more token.
-            max_candidates = max(generation_config.max_length - 1, input_ids.shape[1])
+            max_candidates_length = max(generation_config.max_length - 1, input_ids.shape[1])
             if logits is not None:
-                logits = logits[:, : max_candidates - input_ids.shape[1]]
-            return candidates[:, :max_candidates], logits
+                logits = logits[:, : max_candidates_length - input_ids.shape[1]]
+            return candidates[:, :max_candidates_length], logits
 
         generator.get_candidates = get_candidates_within_length  # type: ignore[method-assign]
         return generator
@@ -430,7 +429,7 @@ def _uncached_images(
     columns_and_cuts = torch.cat(
         (image_starts[:, 1:], is_cut[image_starts.unbind(1)][:, None]), dim=1
     ).tolist()
-    if any(is_cut for _, is_cut in columns_and_cuts):
+    if any(cut for _, cut in columns_and_cuts):
         raise ValueError(
             f"the cache ends at position {past_length}, inside an image, which must be cached "
             "completely or not at all: crop before the image (assistant models and prompt lookup "

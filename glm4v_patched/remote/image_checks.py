@@ -29,15 +29,15 @@ class UnexpandedBatch(NamedTuple):
         attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask, for an expanded
             prompt.
         position_ids: ``(B, L)`` or ``(1, L)``. In an expanded prompt the inner tokens of an image
-            may share one position id, or be counted one by one (as a collator does that does not
-            know images). Where position ids restart at 0, a new packed sample begins; a mask of
+            may share one position id, or be counted one by one (by a collator that knows no
+            images). Where position ids restart at 0, a new packed sample begins; a mask of
             ones beside them is ignored.
         labels: ``(B, L)`` int64.
         label_after: ``(B, 1)`` int64, the label of the token after the last one, if any.
         past_length: ``P``, the number of cached positions.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached: How many expanded positions of these very sequences are cached.
+        num_cached: If ``input_ids`` has whole sequences: how many expanded positions are cached.
     """
 
     input_ids: Tensor
@@ -53,14 +53,14 @@ class UnexpandedBatch(NamedTuple):
 def check_shapes(batch: UnexpandedBatch) -> None:
     """Raise ``ValueError`` for a tensor whose shape does not match ``input_ids``."""
     if batch.input_ids.ndim != 2 or not batch.input_ids.numel():
-        batch_of_batches = (
+        nesting_hint = (
             "; the tokenizer's apply_chat_template returns a batch also for one conversation, as "
             "published: give a trainer the processor (AutoProcessor), or texts (tokenize=False)"
         )
         raise ValueError(
             f"input_ids has shape {tuple(batch.input_ids.shape)}: give at least one sequence with "
             "at least one token, (sequences, tokens)"
-            f"{batch_of_batches if batch.input_ids.ndim == 3 else ''}"
+            f"{nesting_hint if batch.input_ids.ndim == 3 else ''}"
         )
     (batch_size, length), past_length = batch.input_ids.shape, batch.past_length
     mask, expected = batch.attention_mask, (batch_size, past_length + length)
@@ -116,15 +116,15 @@ def assert_in_graph(
     expected |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
     length = batch.input_ids.shape[1]
     if may_expand:
-        length = cast(int, stats["length"].item())  # a symbol with this one bound
+        length = cast(int, stats["length"].item())  # a symbol, with the next line's bound
         torch._check(length >= 3)
     else:
         expected["length"] = length
-    # A batch without a mask gets one if its sequences may expand to different lengths; a packed
-    # batch must not have one.
-    is_even = batch.input_ids.shape[0] == 1 or not may_expand
+    # A batch without a mask gets one if its sequences may expand to different lengths. A packed
+    # batch must have no mask, hence equal lengths.
+    has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
-        expected["shortest"], is_even = stats["length"], True
+        expected["shortest"], has_equal_lengths = stats["length"], True
     is_valid = stats["last_position"] < image_format.max_positions
     for name, value in expected.items():
         if name in stats:
@@ -138,9 +138,9 @@ def assert_in_graph(
         "prompts, as this model's processor makes them), it has begin- or end-of-image ids without "
         "a partner, or another problem that the same call without compilation reports",
     )
-    # The number of masked positions and the last text-only column are unknown: assume the worst.
+    # The number of masked positions and the first text-only column are unknown: assume the worst.
     known = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
-    known |= {"length": length, "shortest": length if is_even else 0}
+    known |= {"length": length, "shortest": length if has_equal_lengths else 0}
     return known | {"text_only_from": length, "masked": int("masked" in stats)}
 
 
@@ -162,10 +162,10 @@ def check_images(
             "already, at this model's image_size)"
         )
     uncached = stats["pairs_after_cache"]
-    # Images are those of the whole sequences, or those after the cache. If all are cached, none
-    # of the given images is looked at.
-    are_cached = num_cached > 0 and not uncached and num_images <= pairs
-    if num_images not in (pairs, uncached) and not are_cached:
+    # The images are those of the whole sequences, or only those after the cache. If all are
+    # cached, the model reads no image.
+    are_all_cached = num_cached > 0 and not uncached and num_images <= pairs
+    if num_images not in (pairs, uncached) and not are_all_cached:
         raise ValueError(
             f"{num_images} images were given for {pairs} begin-of-image ids in input_ids: give one "
             "image for each, in the order of their ids"
@@ -225,7 +225,7 @@ def check_batch_values(
 def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
     """Raise ``ValueError`` if a Trainer counted labels inside images, which are ignored here.
 
-    Counting them needs a further transfer from the device.
+    The count of all labels needs a further transfer from the device.
     """
     assert labels is not None
     num_labels = int((labels[:, 1:] != -100).sum())

@@ -41,7 +41,7 @@ class ExpandedBatch(NamedTuple):
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
         text_only_from: From this column on, all sequences are text whose position ids increase by
-            1; it is 0 if that continues from the cache.
+            1; it is 0 if all columns are such text and continue the cache.
     """
 
     input_ids: Tensor
@@ -56,7 +56,7 @@ class ExpandedBatch(NamedTuple):
 
 
 class _ImageSpans(NamedTuple):
-    """Masks ``(B, L)`` of images: begin ids with the end ids that follow them."""
+    """Masks ``(B, L)`` of images: a begin id whose next marker is an end id begins an image."""
 
     begin_ids: Tensor  # all begin ids of the prompt, also those without an end
     end_ids: Tensor
@@ -85,12 +85,12 @@ def expand_image_placeholders(
     prompt_length: int | None = None,
     num_items_in_batch: Tensor | int | None = None,
 ) -> ExpandedBatch:
-    """Expand the image placeholders of a batch, with all that is aligned with its tokens.
+    """Expand the image placeholders of a batch, and everything that is aligned with its tokens.
 
-    Sequences with any number of images are taken, expanded ones as they are. Those that end up
-    shorter than the longest are padded on the left, as generation needs it. Outside of graphs this
-    is computed on the host: it takes hundreds of small operations, each of which would be a kernel
-    launch on a GPU. The result is on the device of ``input_ids``.
+    A sequence may have any number of images; an expanded prompt is left alone. Sequences that
+    become shorter than the longest are padded on the left, as generation needs it. Outside of
+    graphs the host computes the expansion: on a GPU, each of its hundreds of small operations would
+    be a kernel launch. The result is on the device of ``input_ids``.
 
     Args:
         num_images: Number of images that come with the batch; with ``num_cached``, those of the
@@ -169,16 +169,16 @@ def _expand(
             "expanded prompts"
         )
     ends = analysis.repeats.cumsum(dim=1)
-    num_fill = length - ends[:, -1:]
-    # For each expanded column, count the ids that end before it: the index of its source id.
+    num_padding = length - ends[:, -1:]
+    # The index of a column's source id is the number of ids that end before the column.
     # (searchsorted would wake all threads for a few ids.)
-    ends_at = ends.new_zeros(ends.shape[0], length + 1)
-    ends_at.scatter_(1, ends + num_fill, 1)
-    source = ends_at.cumsum(dim=1)[:, :-1]
-    is_fill = torch.arange(length, device=input_ids.device) < num_fill
+    is_end_column = ends.new_zeros(ends.shape[0], length + 1)
+    is_end_column.scatter_(1, ends + num_padding, 1)
+    source = is_end_column.cumsum(dim=1)[:, :-1]
+    is_padding = torch.arange(length, device=input_ids.device) < num_padding
 
     def expand(values: Tensor, fill) -> Tensor:
-        return values.gather(1, source).masked_fill(is_fill, fill)
+        return values.gather(1, source).masked_fill(is_padding, fill)
 
     padding_mask = analysis.padding_mask
     is_uneven = stats["shortest"] != length
@@ -196,7 +196,7 @@ def _expand(
     return batch._replace(
         input_ids=expand(input_ids, 0),
         position_ids=expand(batch.position_ids, 0),
-        image_mask=batch.image_mask.gather(1, source) & ~is_fill,
+        image_mask=batch.image_mask.gather(1, source) & ~is_padding,
         attention_mask=padding_mask,
         labels=None if batch.labels is None else expand(batch.labels, -100),
         has_padding=padding_mask is not None and (is_uneven or stats["masked"] > 0),
@@ -212,14 +212,14 @@ def _find_images(
     begin_ids = (input_ids == image_format.begin_id) & is_prompt
     end_ids = (input_ids == image_format.end_id) & is_prompt
     is_marker = begin_ids | end_ids
-    # ``markers`` lists the columns of all markers, between -1 and ``length``. Other columns are
+    # ``markers`` lists -1, the columns of all markers, and ``length``. Columns without a marker are
     # scattered to the last entry, which is read only if every column is a marker.
     count = is_marker.cumsum(dim=1)
     markers = count.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, count.masked_fill(~is_marker, length + 1), columns)
     last, following = markers.gather(1, count), markers.gather(1, count + 1)
-    # Without a last or following marker, the clamped column holds none, or is the marker itself.
+    # Where no marker precedes or follows, the clamped column has none, or is the column itself.
     follows_begin = begin_ids.gather(1, last.clamp(min=0))
     precedes_end = end_ids.gather(1, following.clamp(max=length - 1))
 
@@ -253,12 +253,12 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
     generate makes such a mask, and position ids from it, if the placeholder is the padding id.
     """
-    counted = attention_mask.long().cumsum(dim=1) - 1
+    from_mask = attention_mask.long().cumsum(dim=1) - 1
     is_padding = attention_mask == 0
-    is_counted = ((position_ids == counted) | is_padding).all(dim=1, keepdim=True)
-    is_counted &= (is_padding & spans.is_inside).any(dim=1, keepdim=True)
+    is_from_mask = ((position_ids == from_mask) | is_padding).all(dim=1, keepdim=True)
+    is_from_mask &= (is_padding & spans.is_inside).any(dim=1, keepdim=True)
     recounted = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return torch.where(is_counted, recounted, position_ids)
+    return torch.where(is_from_mask, recounted, position_ids)
 
 
 def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
@@ -271,7 +271,7 @@ def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
 
 
 def _find_starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -> Tensor:
-    """Mark the first tokens of sequences and packed samples: no token before predicts them."""
+    """Mark the first tokens of sequences and packed samples: nothing predicts these tokens."""
     starts = torch.zeros_like(positions, dtype=torch.bool)
     starts[:, 0] = True
     if current_mask is not None:
@@ -325,12 +325,12 @@ def _analyze_batch(
         stats["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
             stats |= _restart_stats(counted, current_mask)
-    # An exported program takes unexpanded and expanded prompts. In other graphs, the shape shows
-    # whether so many expanded images fit into the batch.
+    # An exported program takes unexpanded and expanded prompts. In other graphs, prompts may be
+    # expanded if so many expanded images fit into the shape of the batch.
     may_expand = torch.compiler.is_exporting() and num_images > 0
     num_expanded = num_images * (image_format.num_image_tokens + 2)
-    is_plausible = may_expand or num_expanded <= input_ids.numel()
-    if torch.compiler.is_compiling() and is_plausible:
+    may_be_expanded = may_expand or num_expanded <= input_ids.numel()
+    if torch.compiler.is_compiling() and may_be_expanded:
         host_stats = assert_in_graph(stats, batch, image_format, num_images, may_expand)
     else:
         host_stats = stats_to_host(stats)
@@ -349,7 +349,7 @@ def _find_breaks(batch: UnexpandedBatch, spans: _ImageSpans, positions: Tensor) 
 def _image_stats(
     batch: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
 ) -> dict[str, Tensor]:
-    """Count image ids; ``ends``: the expanded column after each id."""
+    """Compute statistics of image ids; ``ends`` is the expanded column after each id."""
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
     # The inner length that is furthest from 1, where an expanded image counts as 1.
     lengths = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
@@ -399,9 +399,9 @@ def running_max(values: Tensor) -> Tensor:
         return values.cummax(dim=1).values
     # ONNX has no cummax.
     count = (values > 0).cumsum(dim=1)
-    listed = values.new_zeros(values.shape[0], values.shape[1] + 1)
-    listed = listed.scatter(1, count.masked_fill(values == 0, 0), values)
-    return listed.gather(1, count)
+    positive_values = values.new_zeros(values.shape[0], values.shape[1] + 1)
+    positive_values = positive_values.scatter(1, count.masked_fill(values == 0, 0), values)
+    return positive_values.gather(1, count)
 
 
 def _shift_right(values: Tensor, fill: int = False) -> Tensor:

@@ -212,7 +212,7 @@ def _as_value_error(name: str) -> Iterator[None]:
 
 
 class _HttpOnlyRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects to other schemes: Python's own handler follows to ftp, too."""
+    """Handler of redirects to http and https alone: Python's own follows to ftp, too."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if not newurl[:8].lower().startswith(("http://", "https://")):
@@ -243,9 +243,8 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
             f"{name} is {image.format}, which Pillow renders with another program: convert it to "
             "PNG"
         )
-    _refuse_high_bit_depth(
-        name, _find_16_bit_mode(image)
-    )  # which is forgotten once the pixels are loaded
+    # Checked before the pixels are loaded, which makes Pillow forget the file's raw mode.
+    _refuse_high_bit_depth(name, _find_16_bit_mode(image))
     with _as_value_error(name):  # files are decoded here, not when they are opened
         image.load()
         is_rotated = image.getexif().get(EXIF_ORIENTATION, 1) != 1
@@ -255,7 +254,7 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
 
 
 def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
-    """Raise ``ValueError`` if there is a mode, which has more than 8 bits per channel."""
+    """Raise ``ValueError`` if ``mode``, one of more than 8 bits per channel, is not ``None``."""
     if mode is not None:
         raise ValueError(
             f"{name} has mode {mode!r}, with more than 8 bits, and it is unknown which value is "
@@ -309,7 +308,7 @@ def _to_uint8(array: np.ndarray) -> np.ndarray:
     smallest, largest = array.min(), array.max()
     if array.dtype.kind == "f" and smallest >= 0 and largest <= 1:
         return np.rint(array * 255).astype(np.uint8)
-    # False for NaN.
+    # NaN fails these comparisons.
     if smallest >= 0 and largest <= 255 and (array == np.rint(array)).all():
         return array.astype(np.uint8)
     raise ValueError(

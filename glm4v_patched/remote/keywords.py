@@ -1,8 +1,8 @@
-"""Keyword arguments that transformers passes to a model beside its own, under which names.
+"""Keyword arguments that transformers passes to a model, under the names of each release.
 
 Releases rename keywords: since 5.24 the cache is ``cache``, formerly the name of another argument.
-So a keyword is recognized by its name and the type of its value, and any other is an error: a
-keyword that is dropped silently makes generation slow or wrong.
+So a keyword is recognized by its name and the type of its value. An unknown keyword is an error,
+because dropping it silently would make generation slow or wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# Keywords of packed attention, by the type of their values: where samples end, and the longest.
+# Keywords of packed attention (where samples end, and the longest length), with type checks.
 # "cache_position" is accepted but not passed on: transformers 4.57 sends it, the cache implies it.
 ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
     "cu_seq_lens_k": _is_lengths,
@@ -119,7 +119,7 @@ ATTENTION_CHECKS["cache_position"] = _is_lengths
 # (TRL's DistillationTrainer does). The decoder ignores them: it has no logits.
 LOGITS_KWARGS = ("logits_to_keep", "return_last_logit", "skip_logits")
 
-# State that generate of some version passes along in model_kwargs; forward does not take it.
+# State that some version of generate passes in model_kwargs and forward does not take.
 GENERATE_KWARGS: dict[str, Callable[[Any], bool]] = {
     # For stop_strings, and for an assistant model with another vocabulary.
     "tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
@@ -203,7 +203,7 @@ def _type_text(value: Any) -> str:
 
 
 def overrides_generation(since: str) -> Callable:
-    """Mark a method that overrides one of ``GenerationMixin``'s, which exists since a version."""
+    """Mark an override of a method that ``GenerationMixin`` has from version ``since`` on."""
 
     def mark(method: Callable) -> Callable:
         if Version(TRANSFORMERS_VERSION) >= Version(since):

@@ -74,7 +74,7 @@ class LogitsToKeep(NamedTuple):
     """The positions that the argument ``logits_to_keep`` selects, the same in every sequence.
 
     Attributes:
-        columns: ``None`` selects all.
+        columns: Slice or indices of the positions; ``None`` selects all.
         length: Length of the mask, if the argument was a boolean mask.
     """
 
@@ -143,7 +143,7 @@ class LogitsToKeep(NamedTuple):
 
         Args:
             inputs: ``input_ids`` or ``inputs_embeds``, unexpanded.
-            image_ids: Ids that no selected position of an unexpanded prompt may have.
+            image_ids: Ids that a selected position of an unexpanded prompt must not have.
         """
         if self.columns is None or inputs is None:
             return
@@ -201,7 +201,7 @@ def forward(
 ) -> Tensor:
     """Compute logits ``(..., V)``, or with labels the :func:`chunked_next_token_loss`.
 
-    It is named like the method that it replaces, because pickle restores a method by its name: an
+    The name is that of the replaced method, because pickle restores a method by its name: an
     unpickled layer has the ``forward`` of ``nn.Linear`` again.
     """
     project = partial(type(layer).forward, layer)

@@ -29,7 +29,7 @@ def causal_mask(
     if past_length == 0:
         cache = None  # it is empty: the sequences attend to themselves alone
     if config._attn_implementation == "sdpa" and cache is None:
-        # Only sdpa saves the mask: transformers makes it for all others.
+        # Only sdpa may do without a mask: for all other implementations, transformers makes it.
         if packed is not None and not torch.compiler.is_exporting():
             return group_samples(packed)
         if mask is not None and mask.ndim == 2 and _is_right_padded(mask, batch.has_padding):
@@ -38,7 +38,7 @@ def causal_mask(
 
 
 def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_length) -> Any:
-    # transformers 4.57 names it input_embeds, and needs the positions of the queries.
+    # transformers 4.57 names this argument input_embeds, and needs cache_position.
     embeds_keyword = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments = {
         "config": config,
@@ -69,11 +69,11 @@ def decode_mask(config, embeds_BND, padding_mask, cache, past_length) -> Any:
     # With a static cache every step has a mask, so that all steps are one graph.
     if max_length or num_new > 1:
         columns = torch.arange(max_length or past_length + num_new, device=device)
-        last = past_length if num_new == 1 else past_length + columns[:num_new, None]
-        mask = (columns <= last).view(1, 1, num_new, -1)
+        last_visible = past_length if num_new == 1 else past_length + columns[:num_new, None]
+        mask = (columns <= last_visible).view(1, 1, num_new, -1)
     if padding_mask is not None:
-        visible = padding_mask.bool()[:, None, None]
-        mask = visible.expand(-1, -1, num_new, -1) if mask is None else mask & visible
+        is_token = padding_mask.bool()[:, None, None]
+        mask = is_token.expand(-1, -1, num_new, -1) if mask is None else mask & is_token
     if mask is None or implementation == "sdpa":
         return mask
     return embeds_BND.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BND.dtype).min)

@@ -1,7 +1,7 @@
 """glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
 
-It computes the same numbers as the published code of glm-4v-9b, with the same parameter names, but
-for any number of images per sequence, with padding and packing, in training and evaluation.
+This code computes the numbers of the published code of glm-4v-9b, with its parameter names, but for
+any number of images per sequence, with padding and packing, in training and evaluation.
 """
 
 from dataclasses import dataclass
@@ -77,8 +77,8 @@ class Embedding(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of the first half of each head's channels."""
 
-    # Part of the checkpoint format, and saved as published (without rope_ratio). Nothing is
-    # computed from it, because a checkpoint may contain it rounded.
+    # Part of the checkpoint format, with the published values (without rope_ratio). Nothing is
+    # computed from this buffer, because a checkpoint may contain it rounded.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -291,13 +291,13 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     def _check_keywords(self, kwargs: dict[str, Any], input_ids: Tensor | None) -> None:
         """Raise ``ValueError`` for a keyword that this class's ``forward`` does not take."""
-        types, ids = kwargs.get("token_type_ids"), input_ids
-        # OpenRLHF's are 1 at image tokens and may be ignored. Any other meaning is an error.
+        token_types, ids = kwargs.get("token_type_ids"), input_ids
+        # OpenRLHF's token_type_ids are 1 at image tokens and are ignored. Others are an error.
         if (
-            isinstance(types, Tensor)
+            isinstance(token_types, Tensor)
             and isinstance(ids, Tensor)
-            and types.shape == ids.shape
-            and not bool(types.ne(ids == self.config.image_token_id).any())
+            and token_types.shape == ids.shape
+            and not bool(token_types.ne(ids == self.config.image_token_id).any())
         ):
             del kwargs["token_type_ids"]
         check_forward_kwargs(kwargs, type(self).__name__, self.forward_names)
@@ -312,8 +312,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers looks for the name of its registry in this file's source, but attention.py
-        # has it. Tower and decoder read the config in every forward.
+        # transformers would look for the name of its registry in this file, but attention.py has
+        # it. Tower and decoder read the implementation from the config in every forward.
         return True
 
     def _make_attention_collector(
@@ -502,8 +502,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 output of :meth:`get_image_features`, or its ``pooler_output``. The tower does not
                 run, so under ZeRO-3 either all processes pass features or none. Pass ``N = 0``
                 without images, which also skips the tower's dummy image.
-            shift_labels: ``(B, L)``, in place of ``labels``: the label of the next token, as
-                context parallelism cuts them. Returned as labels ``(B, R + 1)``.
+            shift_labels: ``(B, L)``, in place of ``labels``: for each token the label of the next
+                one, as context parallelism passes them. Returned as labels ``(B, R + 1)``.
             num_items_in_batch: The divisor of the summed loss. It is refused if it may count labels
                 inside images, which are not supervised.
             attention_kwargs: Keywords of packed attention (see :mod:`keywords`). Keywords about
@@ -519,10 +519,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             attention_mask, past_key_values, cache, images
         )
         options = self._output_options(output_hidden_states, output_attentions, return_dict)
-        others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
+        other_inputs = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_generated = prompt_length is not None and prompt_length <= 0
         is_decode_step = is_generated and position_ids is not None
-        is_decode_step = is_decode_step and all(other is None for other in others)
+        is_decode_step = is_decode_step and all(value is None for value in other_inputs)
         if is_decode_step and can_decode(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
             return self._decode_step(
@@ -600,7 +600,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Run the decoder layers.
 
         Args:
-            past_length: ``None`` if the cache is filled, but its length is only on the device.
+            past_length: ``None`` for a filled cache whose length is only on the device.
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
@@ -757,7 +757,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"{num_images} images were given as pixel_values and {len(features)} as "
                 "image_features: give all images of a batch in one form"
             )
-        # With the features of begin and end.
+        # The features of begin and end are added to those of the inner tokens.
         expected = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
         if tuple(features.shape[1:]) != expected:
             raise ValueError(
@@ -793,8 +793,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _resolve_positional(self, attention_mask, past_key_values, cache, images) -> tuple:
         """Return mask, cache and images, also for positional arguments in the published order.
 
-        That order is input_ids, images, position_ids, attention_mask; images are recognized by
-        their shape, which no mask has.
+        The published order is input_ids, images, position_ids, attention_mask. Images are
+        recognized by their shape, which no mask has.
         """
         if self._are_images(attention_mask):
             if images is not None:
@@ -812,7 +812,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
             return False
-        # A 4D mask has size 1 here.
+        # Images have their channels in this dimension, in which a 4D mask has size 1.
         return value.shape[-3] == self.vision.vision_config.in_channels
 
     def _stack_images(self, pixel_values, images) -> Tensor | None:
@@ -844,8 +844,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
     def _choose_cache(self, past_key_values, use_cache) -> Cache | None:
         """Return the cache to use, a new one if ``use_cache`` asks for it, or ``None``."""
-        checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
-        if self.training and checkpointing:
+        recomputes_layers = any(layer.gradient_checkpointing for layer in self.encoder.layers)
+        if self.training and recomputes_layers:
             # A recomputed layer would add its keys to the cache twice.
             if cached_length(past_key_values):
                 raise ValueError(
@@ -899,10 +899,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         """Build the model.
 
         Args:
-            empty_init: Accepted for the published code's callers, without effect.
+            empty_init: Without effect; callers of the published code pass it.
         """
         super().__init__(config)
-        # By default transformers derives it from the class name, which a subclass may change.
+        # transformers would derive the loss from the class name, which a subclass may change.
         self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
@@ -922,7 +922,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         decoder = model.transformer
         if (device_map := getattr(model, "hf_device_map", None)) is not None:
-            decoder.hf_device_map = device_map  # a pipeline moves models that have none
+            decoder.hf_device_map = device_map  # else a pipeline would move the decoder
         return (decoder, *info) if info else decoder
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -1041,7 +1041,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
         Raises:
             ValueError: Its labels are not as long as the logits.
-            RuntimeError: In a wrapper of torch.compile, whose class name makes it not shift labels.
+            RuntimeError: torch.compile wraps the model, by whose class name the Trainer decides
+                whether to shift labels.
         """
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(

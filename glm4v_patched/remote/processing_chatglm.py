@@ -51,7 +51,7 @@ class ChatGLMProcessor(ProcessorMixin):
     tokenizer_class = "AutoTokenizer"
     _auto_class = "AutoProcessor"
 
-    # It is in the vocabulary and unused, as this model has no video. The published placeholder is
+    # This token of the vocabulary is unused: the model has no video. The published placeholder is
     # <|endoftext|>, also the padding id, which collators remove from labels and masks.
     image_token = "<|begin_of_video|>"
 
@@ -83,6 +83,7 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
+        # transformers' method, run on a class that refuses audio tokenizers.
         reader: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
@@ -178,9 +179,9 @@ class ChatGLMProcessor(ProcessorMixin):
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
-            tensors = options["return_tensors"]
+            tensor_type = options["return_tensors"]
             return self.image_processor(
-                _flatten_images(images)[0], return_tensors=tensors, **images_kwargs
+                _flatten_images(images)[0], return_tensors=tensor_type, **images_kwargs
             )
         sequences = {"input_ids": self._encode(text, options["add_special_tokens"])}
         return self._build_batch(sequences, images, options, images_kwargs)
@@ -296,8 +297,8 @@ class ChatGLMProcessor(ProcessorMixin):
             )
         batch = BatchFeature(dict(self.tokenizer.pad_sequences(expanded, **options)))
         if flat:
-            tensors = options["return_tensors"]
-            batch.update(self.image_processor(flat, return_tensors=tensors, **images_kwargs))
+            tensor_type = options["return_tensors"]
+            batch.update(self.image_processor(flat, return_tensors=tensor_type, **images_kwargs))
         return batch
 
     def _expand_images(
@@ -306,8 +307,8 @@ class ChatGLMProcessor(ProcessorMixin):
         """Plan the expansion of one sequence.
 
         Returns:
-            For each expanded position the index of its id in ``ids``; and the ranges of images in
-            the expanded sequence, from begin to behind end.
+            For each expanded position the index of its id in ``ids``; and ``(start, stop)`` of each
+            image in the expanded sequence.
         """
         begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
@@ -363,7 +364,7 @@ class ChatGLMProcessor(ProcessorMixin):
 
 
 class _AudioTokenizerRefusal(ChatGLMProcessor):
-    """Reads the processor's files, and refuses an audio tokenizer.
+    """A reader of the processor's files that refuses an audio tokenizer.
 
     transformers would load the tokenizer's class from any repository that the file names.
     """
@@ -388,8 +389,8 @@ def _merge_options(
     images_kwargs = dict(kwargs.pop("images_kwargs", None) or {})
     text_kwargs = {**(kwargs.pop("text_kwargs", None) or {}), **kwargs}
     drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
-    # An option of both; that of the text wins.
-    tensors = images_kwargs.pop("return_tensors", None)
+    # Texts and images have this option; the text's value wins.
+    tensor_type = images_kwargs.pop("return_tensors", None)
     unknown_text = text_kwargs.keys() - text_options.keys()
     unknown = sorted(unknown_text | (images_kwargs.keys() - {"do_convert_rgb"}))
     if unknown:
@@ -397,24 +398,24 @@ def _merge_options(
             f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    # transformers' apply_chat_template passes add_special_tokens beside the caller's own.
+    # transformers' apply_chat_template passes add_special_tokens beside the caller's value.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
         if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(
                 f"{name} was given twice, as {text_options[name]!r} and as {text_kwargs[name]!r} "
                 "in text_kwargs: give it once"
             )
-    tensors = text_options["return_tensors"] or text_kwargs.get("return_tensors") or tensors
-    return text_options | text_kwargs | {"return_tensors": tensors}, images_kwargs
+    tensor_type = text_options["return_tensors"] or text_kwargs.get("return_tensors") or tensor_type
+    return text_options | text_kwargs | {"return_tensors": tensor_type}, images_kwargs
 
 
 def _flatten_images(images: Any) -> tuple[list, list[int] | None]:
-    """Return a flat list of images, and the number for each text if they came in lists."""
+    """Return a flat list of images, and how many each text has if they came in a list per text."""
     if holds_no_media(images):
         return [], None
     if isinstance(images, (list, tuple)) and any(
         item is None or isinstance(item, (list, tuple)) for item in images
     ):
         per_text = [[] if holds_no_media(item) else flat_images(item) for item in images]
-        return [image for some in per_text for image in some], [len(some) for some in per_text]
+        return [image for group in per_text for image in group], [len(group) for group in per_text]
     return flat_images(images), None

@@ -7,9 +7,9 @@ from torch import nn
 def must_run_on_every_process(module: nn.Module) -> bool:
     """Return whether a module has to run in every process, also in one that has no input for it.
 
-    That is the case if its weights are sharded (ZeRO-3, FSDP), because processes gather them
-    together; and if they are replicated and trained (ZeRO-1, ZeRO-2, DDP), because gradients are
-    reduced in buckets that every process must fill alike.
+    Sharded weights (ZeRO-3, FSDP) require this, because processes gather them together. Replicated,
+    trained weights (ZeRO-1, ZeRO-2, DDP) require it, too, because gradients are reduced in buckets
+    that every process must fill alike.
     """
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True

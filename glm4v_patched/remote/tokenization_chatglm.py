@@ -103,11 +103,11 @@ SPLIT_PATTERN = (
     r"|\s+"
 )
 
-# `piece_break` is undefined, hence empty, when other code renders this. Our tokenizer inserts a
-# mark there, because the published code tokenizes a content apart from the line above it. The
-# generation block is everything after <|assistant|>, where a generation prompt ends: the model also
-# writes the metadata line (a tool's name, mostly empty). Saved tokenizers have this text: a change
-# would make them templates of others.
+# `piece_break` is undefined, hence empty, when other code renders this. Our tokenizer passes a
+# mark, because the published code tokenizes a content apart from the line above it. The generation
+# block is everything after <|assistant|>, where a generation prompt ends: the model also writes the
+# metadata line (a tool's name, mostly empty). Saved tokenizers contain the template: a change here
+# would make theirs custom templates.
 CHAT_TEMPLATE = r"""
 {%- macro describe(tools) %}
     {{- '<|system|>\n' }}{{ piece_break }}
@@ -285,8 +285,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
         The file of a tokenizer that was loaded with a processor names the processor's class. If the
-        tokenizer is saved alone, the processor's code is copied, too; if that code is missing, the
-        class is not named. Unknown settings are logged and not saved.
+        tokenizer is saved alone, the processor's code is copied, too, or if there is none, the name
+        is left out. Unknown settings are logged and not saved.
         """
         settings = {
             key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS
@@ -308,7 +308,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @functools.wraps(PreTrainedTokenizerFast.__call__)  # other code reads its signature
     def __call__(self, *args, **kwargs) -> BatchEncoding:
-        # transformers' tokenizers would drop them and only log it.
+        # transformers' tokenizers would drop media and only log it.
         drop_empty_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
         drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
         return super().__call__(*args, **kwargs)
@@ -355,8 +355,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ``return_dict`` also ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding),
             ``assistant_masks`` if requested, and ``images`` if the messages have images: float32
             ``[number of images, 3, S, S]`` in the order of their begin ids, a torch tensor unless
-            ``return_tensors`` is ``"np"``. Images are read only with ``return_dict``. Image parts
-            may name no image, if none of them does.
+            ``return_tensors`` is ``"np"``. Images are read only with ``return_dict``. All image
+            parts may lack their image, but not only some.
         """
         if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
@@ -429,8 +429,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ``input_ids`` and, if requested, ``assistant_masks``, one list for each conversation.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
-        escape = _Escaper(self._special_ids())
-        rendered, spans = self._render(conversations, escape, **options)
+        escaper = _Escaper(self._special_ids())
+        rendered, spans = self._render(conversations, escaper, **options)
         encoded = self._encode_rendered(rendered, spans or [()] * len(rendered))
         sequences = {"input_ids": [ids for ids, _ in encoded]}
         if return_assistant_tokens_mask:
@@ -452,7 +452,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Render conversations.
 
         Returns:
-            Their texts; and for each the character spans of the assistant's turns, if requested.
+            The texts; and for each the character spans of the assistant's turns, if requested.
         """
         drop_empty_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
         drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
@@ -497,7 +497,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         per_conversation = [find_images(messages, may_miss=True) for messages in conversations]
         flat = [image for images in per_conversation for image in images]
         if all(image is None for image in flat):
-            return []  # there are none, or the caller has the images of image parts elsewhere
+            return []  # no images, or the caller has the images of image parts elsewhere
         per_conversation = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
@@ -550,7 +550,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """Decode as a slow tokenizer, which the published one is.
+        """Decode like the published tokenizer, a slow one.
 
         There is a space on either side of each added token, and the bytes between two of them are
         decoded on their own.
@@ -584,8 +584,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     ) -> list[int] | str:
         """Encode one message: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), text.
 
-        Special tokens in metadata and text are encoded as plain text. With ``tokenize=False``
-        returns a string.
+        Special tokens in metadata and text are encoded as plain text. With ``tokenize=False`` the
+        message is returned as a string.
         """
         if role not in CHAT_ROLES:
             raise ValueError(f"the message has the role {role!r}: use {', '.join(CHAT_ROLES)}")
@@ -600,10 +600,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
-        """Keep the pattern.
+        """Keep the split pattern.
 
-        transformers mistakes folders that 4.57.3 to 4.57.6 saved for Mistral's, and would replace
-        the pattern, which changes ids.
+        transformers takes a folder that 4.57.3 to 4.57.6 saved to be Mistral's, and would replace
+        the pattern, which would change ids.
         """
         return tokenizer
 
@@ -632,7 +632,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         **options,
     ) -> BatchEncoding:
         """Pad ``input_ids`` and :data:`ZERO_PADDED_KEYS`, and add the attention mask."""
-        # With another strategy, the base class takes a length as a request to truncate.
+        # For any other padding, the base class takes max_length as a request to truncate.
         max_length = max_length if padding == "max_length" else None
         return self.pad(dict(sequences), padding=padding, max_length=max_length, **options)
 
@@ -654,7 +654,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
         chats = [split(text) for text in rendered]
-        # One call for all chats: it builds one tokenizer, and runs on several cores.
+        # One call for all chats, which runs on several cores.
         tokenizer = self._tokenizer_without_specials()
         # Without offsets, encoding takes two thirds of the time.
         encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
@@ -691,12 +691,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         It shares its model with the backend tokenizer, whose settings stay unchanged, because other
         threads may be using it.
         """
-        real = self.backend_tokenizer
-        plain = Tokenizer(real.model)
-        if real.normalizer is not None:
-            plain.normalizer = real.normalizer
-        if real.pre_tokenizer is not None:
-            plain.pre_tokenizer = real.pre_tokenizer
+        backend = self.backend_tokenizer
+        plain = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = backend.pre_tokenizer
         plain.add_tokens([token for _, token in sorted(self.added_tokens_decoder.items())])
         plain.encode_special_tokens = True
         return plain
@@ -718,10 +718,10 @@ def convert_ranks(
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    printable = bytes_to_unicode()
+    characters = bytes_to_unicode()
 
     def as_text(token: bytes) -> str:
-        return "".join(printable[byte] for byte in token)
+        return "".join(characters[byte] for byte in token)
 
     # tiktoken merges the neighbors whose union has the lowest rank, however the union is split. A
     # token of this file may rank below its own parts, so each token needs all of its splits as
@@ -767,7 +767,7 @@ def _refuse_unsupported_options(options: Mapping[str, Any], prefix: str = "") ->
 
 
 def as_batch(conversation: Any) -> tuple[list[list], bool]:
-    """Return conversations as lists of dicts, and whether several were passed."""
+    """Return conversations as lists of dicts, and whether a list of them was passed."""
     conversation = getattr(conversation, "messages", conversation)
     if len(conversation) == 0:
         raise ValueError("the conversation has 0 messages: give at least 1")
@@ -822,7 +822,7 @@ def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) ->
 
 
 def _drop_none(message: Mapping) -> dict:
-    """Return a message without None values, which templates would print, and without no image."""
+    """Return a message without None values, which templates would print, or a false ``image``."""
     return {
         key: value
         for key, value in message.items()
@@ -838,7 +838,7 @@ def _content_parts(message: Mapping) -> Sequence:
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
     """Return the images of a conversation, unread, in the order in which the template has them.
 
-    An image part that names no image is an error, or ``None`` with ``may_miss``.
+    An image part without an image raises ``ValueError``, or is ``None`` with ``may_miss``.
     """
     images = []
     for number, message in enumerate(messages):
@@ -911,7 +911,7 @@ def _check_part(subject: str, part: Any) -> None:
 
 
 def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) -> None:
-    # A table has None in rows without a key; OpenAI's client also returns empty lists.
+    # Rows of a table have None for their missing keys; OpenAI's client also returns empty lists.
     for key, value in values.items():
         is_set = value is not None and not (isinstance(value, (list, tuple)) and not value)
         if key not in known and is_set:
@@ -923,7 +923,7 @@ def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) ->
 
 
 class _Escaper:
-    """Copies template inputs so that no string contains a special token.
+    """Copier of template inputs, whose copied strings contain no special token.
 
     The first character of a special token is replaced by `_ESCAPE` and its code point, in digits,
     because templates may change the case of strings. An incomplete special token at the end of a

@@ -1,6 +1,6 @@
 """The EVA2-CLIP vision tower of glm-4v and the projector to the language model's hidden size.
 
-Differences to a usual ViT: a layer normalizes the *output* of its attention and of its MLP before
+Differences from a usual ViT: a layer normalizes the *output* of its attention and of its MLP before
 the residual addition, there is no final norm, and the embeddings of begin- and end-of-image are
 parameters of the tower.
 """
@@ -23,7 +23,7 @@ from .configuration_chatglm import ChatGLMConfig
 
 @dataclass
 class VisionOutputCollector:
-    """Collects outputs of the tower besides the features, in the lists that are not ``None``.
+    """Outputs of the tower besides the features, collected in the lists that are not ``None``.
 
     Attributes:
         hidden_states: ``(N, T, V)`` each: the input of every layer and the output of the last.
@@ -37,7 +37,7 @@ class VisionOutputCollector:
 
 
 class PatchEmbedding(nn.Module):
-    """Embeds pixels as a class token and patches, row by row, plus learned positions."""
+    """Embedding of pixels as a class token and patches, row by row, plus learned positions."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -161,7 +161,7 @@ class GLU(nn.Module):
 
 
 class EVA2CLIPModel(nn.Module):
-    """Encodes pixels as the image embeddings of the language model's input."""
+    """Encoder of pixels as the image embeddings of the language model's input."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
