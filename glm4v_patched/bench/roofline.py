@@ -81,11 +81,13 @@ def vision_flop(config: ChatGLMConfig) -> float:
     """Return the FLOP of one image in a forward pass of vision tower and projector."""
     vision = config.vision
     tokens, (layer, _) = vision.num_positions, linear_layer_shapes(config)
-    attention = 4 * tokens**2 * vision.hidden_size
-    layers = vision.num_hidden_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
+    attention_flop = 4 * tokens**2 * vision.hidden_size
+    layers_flop = vision.num_hidden_layers * (
+        2 * tokens * sum(map(prod, layer.values())) + attention_flop
+    )
     # Without biases and norms.
     projector_weights = count_projection(config) - 5 * config.hidden_size
-    return layers + 2 * vision.num_image_tokens * projector_weights
+    return layers_flop + 2 * vision.num_image_tokens * projector_weights
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
@@ -94,9 +96,9 @@ def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: in
         config.vision.num_image_tokens + 2 + text_tokens,
         linear_layer_shapes(config),
     )
-    causal = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
-    layers = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + causal)
-    return layers + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
+    attention_flop = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
+    layers_flop = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + attention_flop)
+    return layers_flop + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
 
 
 def measured_ceiling(side: int, products: int) -> float:

@@ -113,8 +113,8 @@ class TrainingSettings:
     def text_lengths(self) -> list[int]:
         """Return the number of text tokens of each sample of a step, the longest first."""
         longest, shortest = self.text_tokens, self.shortest_text or self.text_tokens
-        steps = max(self.micro_batch - 1, 1)
-        return [longest - (longest - shortest) * i // steps for i in range(self.micro_batch)]
+        intervals = max(self.micro_batch - 1, 1)
+        return [longest - (longest - shortest) * i // intervals for i in range(self.micro_batch)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,10 +249,10 @@ def sort_measurements(rows: list[dict]) -> list[dict]:
     """
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
-    single = [row for row in rows if "added" not in row]
+    regular = [row for row in rows if "added" not in row]
     order = {row["workload"]: (*TRAINED, row["workload"]).index(row["workload"]) for row in rows}
-    single.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
-    return single + [row for row in rows if "added" in row]
+    regular.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
+    return regular + [row for row in rows if "added" in row]
 
 
 def insert_table(table: str, path: Path) -> None:

@@ -174,7 +174,7 @@ def run_and_log(
         return ""
     timed_out = [f"not done after {timeout:.0f} s"] * (status is None)
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
-    memory = [line for line in lines if "OutOfMemoryError" in line]
+    memory_errors = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     last = "\n".join(lines[-5:]) or f"ended with status {status} and printed nothing"
-    return (memory or timed_out or errors or [last])[-1][:600]
+    return (memory_errors or timed_out or errors or [last])[-1][:600]

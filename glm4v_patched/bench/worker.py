@@ -75,13 +75,13 @@ def measure_steps(settings: TrainingSettings) -> dict:
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, flop = statistics.median(step_timer.seconds), useful_flop(config, settings)
-    rate = settings.micro_batch / median
+    samples_per_s = settings.micro_batch / median
     tokens = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
     fastest, slowest = min(step_timer.seconds), max(step_timer.seconds)
     return {
-        "samples_per_s_per_gpu": rate,
-        "tokens_per_s_per_gpu": rate * tokens,
-        "roofline_share": rate * flop / ceiling,
+        "samples_per_s_per_gpu": samples_per_s,
+        "tokens_per_s_per_gpu": samples_per_s * tokens,
+        "roofline_share": samples_per_s * flop / ceiling,
         "step_s": {"median": median, "fastest": fastest, "slowest": slowest},
         "useful_tflop_per_sample": flop / 1e12,
         "ceiling_tflops": ceiling / 1e12,

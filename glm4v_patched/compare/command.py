@@ -185,9 +185,9 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )
     weights = bytes_per_element * sum(count_parameters(config))
-    stored = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
+    activations = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
     logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
-    needed = weights + stored + logits
+    needed = weights + activations + logits
     free = free_ram() if device == "cpu" else min_free_gpu_memory()
     print(
         f"comparing in {precision} on {device}, one model after the other, needs about "

@@ -54,8 +54,10 @@ def find_python_versions(python: str) -> str:
     except OSError as error:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
-        raise RuntimeError(f"{python} cannot be used: {last}; {PYTHON_CURE}")
+        last_line = (
+            done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
+        )
+        raise RuntimeError(f"{python} cannot be used: {last_line}; {PYTHON_CURE}")
     transformers, torch = json.loads(done.stdout.splitlines()[-1])
     if not Version(MIN_TRANSFORMERS) <= Version(transformers) < Version(FIRST_BROKEN_TRANSFORMERS):
         raise RuntimeError(

@@ -105,9 +105,11 @@ def decide_options(
     """
     usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     if options.compile == "auto":
-        pays = steps is None or steps >= MIN_STEPS_TO_COMPILE
+        compiling_pays = steps is None or steps >= MIN_STEPS_TO_COMPILE
         # bitsandbytes's 4-bit layers are not compiled.
-        options = replace(options, compile=free > 0 and pays and options.trained != "qlora")
+        options = replace(
+            options, compile=free > 0 and compiling_pays and options.trained != "qlora"
+        )
     if options.offload == "auto":
         can_offload = free > 0 and options.zero_stage > 0 and options.optimizer != "adamw_8bit"
         smallest = replace(

@@ -41,14 +41,14 @@ def select_weights(
         return model
     from peft import LoraConfig, get_peft_model
 
-    stacks = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
+    layers_pattern = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout or 0.0,
         use_rslora=bool(lora.use_rslora),
         use_dora=bool(lora.use_dora),
-        target_modules=rf".*{stacks}\..*\.({'|'.join(lora.target_names)})",
+        target_modules=rf".*{layers_pattern}\..*\.({'|'.join(lora.target_names)})",
         task_type="CAUSAL_LM",
     )
     # Adapters have the dtype of the weights: ZeRO keeps fp32 copies, and DeepSpeed before 0.19.3
@@ -170,17 +170,19 @@ def _make_quantized(linear: Any, bits: int) -> nn.Module:
     """Return bitsandbytes's version of a linear layer, which quantizes when it is moved."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
-    in_out: Any = (linear.in_features, linear.out_features, linear.bias is not None)
+    linear_args: Any = (linear.in_features, linear.out_features, linear.bias is not None)
     weight = linear.weight.data
     quantized: Any
     if bits == 4:
-        quantized = Linear4bit(*in_out, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized = Linear4bit(
+            *linear_args, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+        )
         quantized.weight = Params4bit(
             weight, requires_grad=False, quant_type="nf4", module=quantized
         )
     else:
         quantized = Linear8bitLt(
-            *in_out, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
+            *linear_args, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
         )
         # Weights are quantized only if they are moved from the CPU.
         quantized.weight = Int8Params(weight.cpu(), requires_grad=False)
