@@ -44,7 +44,7 @@ def measure_batches(settings: dict, out: Path) -> None:
 def build_benchmark_model(settings: dict) -> Any:
     """Build our model on the device with random weights, in bf16 (fp32 on a CPU).
 
-    The weights of its layers are then quantized, one layer after the other, if ``weights`` is set.
+    If the setting ``weights`` is set, quantize the weights of its layers, one layer at a time.
     """
     from ..engine.trainable import build_random_model
     from ..models.loading import build_on_device
@@ -129,7 +129,7 @@ def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, 
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Return the bytes of weights that a decode step reads: the language model's, no embeddings."""
+    """Return the bytes of weights that a decode step reads: the language model's, not embeddings."""
     return sum(
         stored_bytes(tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]  # fp8 scales
@@ -140,7 +140,7 @@ def weight_bytes_per_step(model: Any) -> int:
 def stored_bytes(weight: Any) -> int:
     """Return the bytes of a weight, including the scales of weights quantized by bitsandbytes.
 
-    Must be called before the first forward, in which LLM.int8 moves the scales off the weight.
+    Call it before the first forward, in which LLM.int8 moves the scales off the weight.
     """
     scales: list[Tensor] = []
     if type(weight).__name__ == "Params4bit":

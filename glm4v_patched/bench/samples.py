@@ -1,6 +1,6 @@
 """Samples of a measured training: a constant batch in memory, or conversations about JPEG files.
 
-Both have the same number of tokens and of supervised tokens, so the difference of their speeds is
+Both kinds have the same numbers of tokens and of supervised tokens, so the difference in speed is
 the cost of reading images. ``python -m glm4v_patched.bench.samples FOLDER SETTINGS SAMPLES`` writes
 a model with random weights, the conversations and their images.
 """
@@ -35,7 +35,7 @@ JPEG_QUALITY = 90
 
 
 class ConstantBatchCollator:
-    """A collator that always returns the same batch and ignores the samples.
+    """Collator that always returns the same batch and ignores the samples.
 
     Each sample of the batch is one image and then text, whose second half is supervised. Samples
     are padded, or packed into one sequence.

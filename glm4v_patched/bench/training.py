@@ -1,4 +1,4 @@
-"""Measures training; a measurement has its own processes, so its failure stops no other one."""
+"""Measures training, each measurement in its own processes, so that a failure stops no other."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from ..installed_versions import versions
 from ..option_fields import to_cli_arguments
 from .settings import FULL_SIZE_ON_CPU, TrainingSettings, in_bench_terms
 
-# These take several values; every combination is measured.
+# Settings that take several values; every combination is measured.
 VARIED_SETTINGS = ("trained", "micro_batch", "text_tokens")
 # Packages whose versions are stored with a row.
 VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
@@ -62,12 +62,12 @@ def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
 def _require_machine(
     combinations: Sequence[TrainingSettings], processes: int, on_cpu: bool
 ) -> None:
-    """Refuse what a recipe would be refused for on this machine.
+    """Refuse settings with which a recipe would be refused on this machine.
 
     A measurement is refused for memory only if it certainly does not fit.
 
     Raises:
-        ValueError: has one line for each problem.
+        ValueError: the settings are refused; the message has one line for each problem.
     """
     from ..finetune.preflight import find_device_problems
     from ..models.placement import Device, place_processes

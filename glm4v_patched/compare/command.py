@@ -170,7 +170,7 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     """Print the memory that one model needs; raise ``ValueError`` if less is free.
 
     Args:
-        length: Of the longest sequence, with its image placeholder expanded.
+        length: Length of the longest sequence, with its image placeholder expanded.
     """
     from ..engine.memory_plan import Batch, activation_bytes, count_parameters, min_free_gpu_memory
     from ..engine.options import EngineOptions
@@ -180,7 +180,7 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     config = ChatGLMConfig.from_pretrained(folder)
     bytes_per_element = {"bf16": 2, "fp32": 4}[precision]
     # An upper bound: the language model without activation checkpointing, since its gradients flow
-    # through all layers; the tower with full checkpointing, since only its last layer has some.
+    # through all layers; the tower with full checkpointing, since only its last layer gets them.
     options = EngineOptions(
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )
