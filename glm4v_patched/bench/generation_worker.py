@@ -129,7 +129,7 @@ def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, 
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Return the bytes of weights that a decode step reads: the language model's, not embeddings."""
+    """Return the weight bytes that a decode step reads: the language model's, but no embeddings."""
     return sum(
         stored_bytes(tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]  # fp8 scales

@@ -19,7 +19,7 @@ from ..patch.config_json import read_json_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import TrainingSettings
 
-# Passes over (vision tower, language model): forward, and for gradients of activations, of weights.
+# Passes over (vision tower, language model): forward, activation gradients and weight gradients.
 PASSES_PER_STEP = {
     "full": (3, 3),
     "lm": (1, 3),

@@ -47,12 +47,12 @@ def measure_training(options: argparse.Namespace) -> Iterator[dict]:
 def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
     """Return the settings of every combination that the command line asks for."""
 
-    def values(section: type) -> dict[str, Any]:
+    def given_values(section: type) -> dict[str, Any]:
         return {
             field.name: getattr(options, field.name) for field in fields(section) if field.metadata
         }
 
-    engine, common = EngineSection(**values(EngineSection)), values(TrainingSettings)
+    engine, common = EngineSection(**given_values(EngineSection)), given_values(TrainingSettings)
     return [
         TrainingSettings(**common | dict(zip(VARIED_SETTINGS, varied, strict=True)), engine=engine)
         for varied in product(*(common[name] for name in VARIED_SETTINGS))

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"compare runs {code}\nTo allow this, add --run-code")
     from ..models.placement import place_processes
 
-    device: Literal["cuda", "cpu"] = options.device or _device()
+    device: Literal["cuda", "cpu"] = options.device or _default_device()
     place_processes(1, device)
     if options.python is None:
         raise RuntimeError(
@@ -160,7 +160,7 @@ def _require_original(folder: Path) -> None:
         )
 
 
-def _device() -> Literal["cuda", "cpu"]:
+def _default_device() -> Literal["cuda", "cpu"]:
     from ..engine.gpus import find_gpus
 
     return "cuda" if find_gpus().devices else "cpu"

@@ -76,20 +76,20 @@ def _set_policy(layer: CheckpointedLayer, policy: Policy, marks_every_operator: 
     # Only LoRA's dropout uses random numbers: save the RNG state only if there is dropout.
     has_dropout = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
-    selection = None
+    policy_fn = None
     if policy.max_saved_width is not None:
         attention: Any = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
         width = attention.dense.out_features  # not from a weight, which may be sharded
-        selection = _save_linear_outputs(policy.max_saved_width * width, width // 4)
+        policy_fn = _save_linear_outputs(policy.max_saved_width * width, width // 4)
     elif marks_every_operator and policy.name != "none":
-        selection = _recompute_all
-    if selection is not None:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, selection)
+        policy_fn = _recompute_all
+    if policy_fn is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy_fn)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 
 
 def _save_linear_outputs(max_out: float, min_in: int) -> Callable[..., CheckpointPolicy]:
-    """Return a selection that saves the outputs of attention, and of linear layers with at most
+    """Return a ``policy_fn`` that saves the outputs of attention, and of linear layers with at most
     ``max_out`` output channels and at least ``min_in`` input channels."""
 
     def select(_context, operator, *arguments, **_options) -> CheckpointPolicy:

@@ -23,9 +23,9 @@ def python_module_command(module: str, *arguments: str) -> list[str]:
 
 def rank_environments(processes: int) -> list[dict[str, str]]:
     """Return each rank's variables for ``torch.distributed`` on this machine, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
@@ -74,8 +74,7 @@ def _is_at_root() -> bool:
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
     """Return this process's environment with the defaults of training processes.
 
-    Variables that are already set stay as they are, except that ``PATH`` gets the interpreter's
-    folder and ``on_cpu`` hides the GPUs.
+    Variables already set stay, but ``PATH`` gets this Python's folder, and ``on_cpu`` hides GPUs.
 
     Args:
         processes: Training processes on this machine, which share its cores.

@@ -55,7 +55,7 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
     if not options.fp8:
         return
     require_fp8_matmul()
-    for name, size in _layer_sizes(config):
+    for name, size in _channel_counts(config):
         if size % FP8_SIZE_MULTIPLE:
             raise ValueError(
                 f"{name} is {size}, and fp8 needs multiples of {FP8_SIZE_MULTIPLE}; "
@@ -78,7 +78,7 @@ def require_fp8_matmul() -> None:
             raise RuntimeError(problem)
 
 
-def _layer_sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
+def _channel_counts(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
     """Yield each number of channels of the linear layers, by its name in the config."""
     yield "hidden_size", config.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size

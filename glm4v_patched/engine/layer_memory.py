@@ -165,9 +165,9 @@ def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     Under autocast the inputs of its norms, and the residual stream, are fp32.
     """
     hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
-    norm = 1 if options.compile else norm_dtype_factor(options)
+    norm_factor = 1 if options.compile else norm_dtype_factor(options)
     saves_input = partial(is_input_saved, options, "tower")
-    saved = (3 + 1) * hidden + 2 * norm * hidden + ffn  # q, k, v, attention, norms, GELU
+    saved = (3 + 1) * hidden + 2 * norm_factor * hidden + ffn  # q, k, v, attention, norms, GELU
     saved += hidden * (saves_input("query_key_value") or options.compile is True)
     saved += hidden * (saves_input("fc1") and not options.compile) + ffn * saves_input("fc2")
     return LayerSizes(

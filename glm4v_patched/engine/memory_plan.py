@@ -95,9 +95,8 @@ def decide_options(
 ) -> EngineOptions:
     """Replace each "auto" by the fastest setting whose estimate fits into free memory.
 
-    The fastest recomputes least; among equals, it stores transposed weights, then gathers least. If
-    nothing fits, everything is recomputed: the estimate may be wrong, and running out of memory is
-    no worse than a refusal.
+    The fastest recomputes least, then transposes least, then gathers least. If nothing fits, all is
+    recomputed: the estimate may be wrong, and running out of memory is no worse than a refusal.
 
     Args:
         free: Bytes of each GPU (:func:`min_free_gpu_memory`); 0 without one.
@@ -371,9 +370,9 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch)
         gathered *= 1 - sum(count_fp8_weights(config, options)) / all_params / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     element_bytes = _bytes_per_element(options)
-    text = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
+    text_tokens = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
     chunk_size = options.loss_chunk_size or config.loss_chunk_size
-    positions = min(chunk_size, batch.num_sequences * text)
+    positions = min(chunk_size, batch.num_sequences * text_tokens)
     stacks = stacks_with_backward(config, options, batch)
     backward = element_bytes * max(stack.backward_workspace for stack in stacks)
     if options.trained == "qlora":  # a layer's weight, dequantized to bf16

@@ -198,10 +198,9 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
 def norm_in_place(norm: Callable) -> Callable:
     """Wrap ZeRO-3's ``get_grad_norm_direct`` so that it gets the gradients' norm in their place.
 
-    The norm of a single number is the number itself, so all else that DeepSpeed computes (the sum
-    over processes, the meaning of an infinite norm) stays the same. A GPU sums in fp32, in blocks;
-    a norm above 1.8e19 becomes infinite. A CPU, which adds one number after the other, sums in
-    fp64.
+    The norm of one number is that number, so all else that DeepSpeed computes (the sum over
+    processes, the meaning of an infinite norm) stays the same. A GPU sums in fp32, in blocks; norms
+    above 1.8e19 become infinite. A CPU, which adds one number after the other, sums in fp64.
     """
 
     def norm_without_copies(

@@ -51,10 +51,8 @@ def find_fa3_problem(head_dim: int = 112) -> str | None:
         output = _flash_attention(query, key, value)
     except (ImportError, RuntimeError, TypeError, AttributeError) as error:
         return f"fa3-fwd fails here ({str(error).partition(chr(10))[0][:200]})"
-    fp32_inputs = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
-    exact = scaled_dot_product_attention(fp32_inputs[0], fp32_inputs[1], fp32_inputs[2]).transpose(
-        1, 2
-    )
+    inputs = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
+    exact = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2]).transpose(1, 2)
     error_ratio = ((output.float() - exact).norm() / exact.norm()).item()
     if not error_ratio < MAX_RELATIVE_ERROR:
         return (

@@ -159,8 +159,8 @@ class InferenceBlock(GLMBlock):
 class InferenceSelfAttention(SelfAttention):
     """Attention with RoPE in place and, in decode steps with a static cache, flash-decoding.
 
-    A decode step has one new token per sequence. One kernel rotates its query and key and writes
-    its key and value to the cache; flash-decoding then splits the keys over thread blocks.
+    A decode step has one new token per sequence. One kernel rotates its query and key and caches
+    its key and value; flash-decoding then splits the cached keys over thread blocks.
     """
 
     can_fuse: Callable[[str], bool]

@@ -43,7 +43,7 @@ def triton_layer_norm_add(  # the prefix makes our kernels easy to find in profi
     fp8_max: tl.constexpr,
     amax_floor: tl.constexpr,
 ):
-    """Write ``x + layer_norm(y)`` of one row to ``out``, and if asked, in fp8 to ``quantized``."""
+    """Write ``x + layer_norm(y)`` of one row to ``out``; if ``quantizes``, write it in fp8, too."""
     row = tl.program_id(0).to(tl.int64)  # times hidden_size it may pass 2**31
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size

@@ -1,4 +1,4 @@
-"""Skinny GEMM: products of at most 32 rows with a large weight, whose time is that of reading it.
+"""Skinny GEMM: memory-bound products of at most 32 rows with a large weight.
 
 For so few rows the split-K kernel of :mod:`skinny_gemm_triton` reaches more of the memory bandwidth
 than cuBLAS does (figures: docs/benchmarks). For fp8 inputs, a row may have one scale per group of
