@@ -194,8 +194,8 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
         options.trained
     )
     residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
-    # Inputs of both norms, and outputs of attention, query_key_value (v is a view) and the MLP's
-    # first layer; the input of its second.
+    # Inputs of both norms, outputs of attention and of query_key_value (v is a view of it), and in
+    # the MLP the output of the first layer and the input of the second.
     saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden

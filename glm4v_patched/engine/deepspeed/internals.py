@@ -27,7 +27,7 @@ CHECKPOINT_ENGINE = (
 # The context that shards new weights, and its method that gathers them to load and save them.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 LOADING_GATHER = "_allgather_params_coalesced"
-# The three DeepSpeed classes whose objects its files in a checkpoint contain.
+# The three DeepSpeed classes of which DeepSpeed's files in a checkpoint contain objects.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
@@ -99,8 +99,8 @@ def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any])
 def skip_collectives_compilation() -> Iterator[None]:
     """Keep DeepSpeed from compiling its CPU collectives in this context, which takes a minute.
 
-    Only ``inference_all_reduce`` uses them; training uses gloo in any case. With them, each process
-    would leave 67 MB of shared memory behind, and a killed process a lock.
+    Only ``inference_all_reduce`` uses them; training uses gloo in any case. Once compiled, they
+    leave 67 MB of shared memory behind for each process, and for a killed process a lock.
     """
     if torch.cuda.is_available():
         yield

@@ -37,7 +37,7 @@ take 6 % more memory (docs/benchmarks)."""
 def serialize_gloo_gathers() -> None:
     """Make DeepSpeed before 0.19.8 gather sharded weights one at a time under gloo.
 
-    It gathers several weights at once and waits only for the last one (fixed by its PR 8539).
+    Unpatched, it gathers several weights at once and waits only for the last (fixed by PR 8539).
     gloo's threads finish gathers in any order, so some weights would be loaded, and saved, as
     random numbers. NCCL keeps the order.
     """
@@ -125,7 +125,7 @@ class _Gather:
         self.works, self.parameters = works, parameters
 
     def wait(self, **_: Any) -> None:
-        # Only the first call acts: each parameter calls, and some may be released again by then.
+        # Only the first call acts: more follow, when some parameters may be released again.
         for work in self.works:
             work.wait()
         status = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS)
