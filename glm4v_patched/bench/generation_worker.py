@@ -23,10 +23,10 @@ def measure_batches(settings: dict, out: Path) -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
     model = build_benchmark_model(settings)
-    weights = weight_bytes_per_step(model)
-    copied = ("new_tokens", "prompt_tokens", "cache")
-    common: dict[str, Any] = {name: settings[name] for name in copied}
-    common |= {"device": device_label(device), "weights_gb": weights / 1e9}
+    weight_bytes = weight_bytes_per_step(model)
+    copied_settings = ("new_tokens", "prompt_tokens", "cache")
+    common: dict[str, Any] = {name: settings[name] for name in copied_settings}
+    common |= {"device": device_label(device), "weights_gb": weight_bytes / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
     common["versions"] = versions(settings["packages"])
     rows: list[dict] = []
@@ -34,7 +34,7 @@ def measure_batches(settings: dict, out: Path) -> None:
         row = {"batch": batch, **common}
         try:
             row |= measure_batch(model, settings, batch, device)
-            row["bandwidth_share"] = weights * row["steps_per_s"] / bandwidth
+            row["bandwidth_share"] = weight_bytes * row["steps_per_s"] / bandwidth
         except torch.OutOfMemoryError as error:
             row["error"] = f"out of memory: {error}"[:300]
         rows.append(row)
@@ -44,14 +44,14 @@ def measure_batches(settings: dict, out: Path) -> None:
 def build_benchmark_model(settings: dict) -> Any:
     """Build our model on the device with random weights, in bf16 (fp32 on a CPU).
 
-    The weights of its layers are then quantized, one layer after the other, if ``weights`` is set.
+    If the setting ``weights`` is set, quantize the weights of its layers, one layer at a time.
     """
     from ..engine.trainable import build_random_model
     from ..models.loading import build_on_device
     from ..remote.configuration_chatglm import ChatGLMConfig
 
-    file = settings["config"]
-    sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+    config_file = settings["config"]
+    sizes = json.loads(Path(config_file).read_text(encoding="utf-8")) if config_file else {}
     device = settings["device"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
@@ -85,7 +85,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         return time.perf_counter() - began
 
     # The first runs capture the CUDA graph of a decode step.
-    ready = time_generate(min(6, new_tokens)) + time_generate(min(6, new_tokens))
+    ready_s = time_generate(min(6, new_tokens)) + time_generate(min(6, new_tokens))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     first_times = [time_generate(1) for _ in range(settings["repeats"])]
@@ -103,7 +103,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         "steps_per_s": steps_per_s,
         "first_token_s": first,
         "answers_s": {"fastest": min(answer_times), "slowest": max(answer_times)},
-        "ready_s": ready,
+        "ready_s": ready_s,
         "peak_allocated_gib": peak,
     }
 
@@ -129,7 +129,7 @@ def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, 
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Return the bytes of weights that a decode step reads: the language model's, no embeddings."""
+    """Return the weight bytes that a decode step reads: the language model's, but no embeddings."""
     return sum(
         stored_bytes(tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]  # fp8 scales
@@ -140,7 +140,7 @@ def weight_bytes_per_step(model: Any) -> int:
 def stored_bytes(weight: Any) -> int:
     """Return the bytes of a weight, including the scales of weights quantized by bitsandbytes.
 
-    Must be called before the first forward, in which LLM.int8 moves the scales off the weight.
+    Call it before the first forward, in which LLM.int8 moves the scales off the weight.
     """
     scales: list[Tensor] = []
     if type(weight).__name__ == "Params4bit":

@@ -1,7 +1,7 @@
 """Useful FLOP of a training step, and the FLOP/s that the device reaches in matrix products.
 
-Useful FLOP exclude everything that is computed again (activation checkpointing): one forward pass,
-and as much again each for the gradients of activations and of weights. A multiply-add counts as 2.
+Useful FLOP are those of one forward pass, and as many again each for the gradients of activations
+and of weights; recomputation (activation checkpointing) is left out. A multiply-add counts as 2.
 """
 
 from math import prod
@@ -19,7 +19,7 @@ from ..patch.config_json import read_json_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import TrainingSettings
 
-# Passes over (vision tower, language model): forward, gradients of activations, and of weights.
+# Passes over (vision tower, language model): forward, activation gradients and weight gradients.
 PASSES_PER_STEP = {
     "full": (3, 3),
     "lm": (1, 3),
@@ -45,11 +45,7 @@ def benchmark_config(settings: TrainingSettings) -> ChatGLMConfig:
 
 
 def benchmark_batch(settings: TrainingSettings, config: ChatGLMConfig, processes: int) -> Batch:
-    """Return the shape of the batch of one process.
-
-    Args:
-        processes: The number of processes.
-    """
+    """Return the shape of the batch of each of ``processes`` processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
     count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
@@ -82,10 +78,11 @@ def vision_flop(config: ChatGLMConfig) -> float:
     vision = config.vision
     tokens, (layer, _) = vision.num_positions, linear_layer_shapes(config)
     attention = 4 * tokens**2 * vision.hidden_size
-    layers = vision.num_hidden_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
+    linear = 2 * tokens * sum(map(prod, layer.values()))
+    layers_flop = vision.num_hidden_layers * (linear + attention)
     # Without biases and norms.
     projector_weights = count_projection(config) - 5 * config.hidden_size
-    return layers + 2 * vision.num_image_tokens * projector_weights
+    return layers_flop + 2 * vision.num_image_tokens * projector_weights
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
@@ -94,9 +91,9 @@ def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: in
         config.vision.num_image_tokens + 2 + text_tokens,
         linear_layer_shapes(config),
     )
-    causal = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
-    layers = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + causal)
-    return layers + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
+    attention = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
+    layers_flop = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
+    return layers_flop + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
 
 
 def measured_ceiling(side: int, products: int) -> float:

@@ -1,6 +1,6 @@
 """Samples of a measured training: a constant batch in memory, or conversations about JPEG files.
 
-Both have the same number of tokens and of supervised tokens, so the difference of their speeds is
+Both kinds have the same numbers of tokens and of supervised tokens, so the difference in speed is
 the cost of reading images. ``python -m glm4v_patched.bench.samples FOLDER SETTINGS SAMPLES`` writes
 a model with random weights, the conversations and their images.
 """
@@ -35,7 +35,7 @@ JPEG_QUALITY = 90
 
 
 class ConstantBatchCollator:
-    """A collator that always returns the same batch and ignores the samples.
+    """Collator that always returns the same batch and ignores the samples.
 
     Each sample of the batch is one image and then text, whose second half is supervised. Samples
     are padded, or packed into one sequence.
@@ -99,7 +99,7 @@ def make_conversations(
     images = _write_images(folder, settings, samples)
     generator, lengths = random.Random(0), settings.text_lengths()
     return [
-        _conversation(processor, images[n % len(images)], lengths[n % len(lengths)], generator)
+        _make_conversation(processor, images[n % len(images)], lengths[n % len(lengths)], generator)
         for n in range(samples)
     ]
 
@@ -118,7 +118,7 @@ def _write_images(folder: Path, settings: TrainingSettings, samples: int) -> lis
     return images
 
 
-def _conversation(
+def _make_conversation(
     processor: ChatGLMProcessor, image: str, text_tokens: int, generator: random.Random
 ) -> list[dict]:
     """Return a conversation of one image and ``text_tokens``, whose second half is supervised."""
@@ -126,11 +126,11 @@ def _conversation(
     def letters(number: int) -> str:
         return " ".join(generator.choices(string.ascii_lowercase, k=number))
 
-    def conversation(question_length: int, answer_length: int) -> list[dict]:
+    def build(question_length: int, answer_length: int) -> list[dict]:
         user = {"role": "user", "image": image, "content": letters(question_length)}
         return [user, {"role": "assistant", "content": letters(answer_length)}]
 
-    [smallest] = ConversationCollator(processor).measure([conversation(1, 1)])
+    [smallest] = ConversationCollator(processor).measure([build(1, 1)])
     answer = num_supervised(text_tokens) - smallest.supervised + 1
     question = processor.num_image_tokens + 2 + text_tokens - smallest.tokens - answer + 2
     if min(question, answer) < 1:
@@ -138,7 +138,7 @@ def _conversation(
             f"--text-tokens {text_tokens} is too small for a question and an answer in the chat "
             "format; give more"
         )
-    return conversation(question, answer)
+    return build(question, answer)
 
 
 def write_benchmark_data(folder: Path, settings: TrainingSettings, samples: int) -> None:

@@ -15,7 +15,7 @@ from ..models.quantized_weights import check_weights_option, choose_cache_implem
 from ..option_fields import option
 from ..paths import expand_path
 
-# Names in messages about recipes that are different in bench.
+# Terms in messages about recipes, and the terms for the same things in bench.
 RECIPE_TO_BENCH_TERMS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 RECIPE_TO_BENCH_TERMS |= {"--device cpu": "--device cpu --config FILE"}
 
@@ -113,8 +113,8 @@ class TrainingSettings:
     def text_lengths(self) -> list[int]:
         """Return the number of text tokens of each sample of a step, the longest first."""
         longest, shortest = self.text_tokens, self.shortest_text or self.text_tokens
-        steps = max(self.micro_batch - 1, 1)
-        return [longest - (longest - shortest) * i // steps for i in range(self.micro_batch)]
+        intervals = max(self.micro_batch - 1, 1)
+        return [longest - (longest - shortest) * i // intervals for i in range(self.micro_batch)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ SHORT_REASONS = {
     "not done": "not done in time",
     "sigkill": "killed",
 }
-# Settings that have their own columns, or do not describe the training. They are not listed
-# in the column "method". Some are settings of older releases.
+# Settings that the column "method" leaves out: they have their own columns, or do not describe the
+# training. Some are settings of older releases.
 SETTINGS_WITH_COLUMNS = {
     "trained",
     "micro_batch",
@@ -86,7 +86,7 @@ def require_same_kind(path: Path, workload: str) -> None:
 
 
 def append_measurements(path: Path, rows: list[dict]) -> None:
-    """Append rows to a file. It is replaced atomically, so an interruption loses nothing.
+    """Append rows to a file, which is replaced atomically: an interruption loses nothing.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`read_measurements`.
@@ -98,7 +98,7 @@ def append_measurements(path: Path, rows: list[dict]) -> None:
 
 
 def hardware_cell(row: dict) -> str:
-    """Return number and name of the devices (no name if a row failed early) and any memory cap."""
+    """Return number, name (unless the row failed early) and any memory limit of the devices."""
     gpus, device, limit = row["gpus"], row.get("device"), row.get("memory_limit_gib")
     if device == "cpu":
         return f"CPU, {gpus} process{'es' * (gpus > 1)}"
@@ -107,7 +107,7 @@ def hardware_cell(row: dict) -> str:
 
 
 def _policies_cell(row: dict) -> str:
-    """Return the checkpointing policies of tower and language model; chosen ones replace "auto"."""
+    """Return the policies of tower and language model, with the chosen one in place of "auto"."""
     policies = {"tower": "auto", "language": "auto"} | row["settings"]
     policies |= row.get("policies") or {}
     # A frozen tower stores no activations.
@@ -249,10 +249,10 @@ def sort_measurements(rows: list[dict]) -> list[dict]:
     """
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
-    single = [row for row in rows if "added" not in row]
+    regular = [row for row in rows if "added" not in row]
     order = {row["workload"]: (*TRAINED, row["workload"]).index(row["workload"]) for row in rows}
-    single.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
-    return single + [row for row in rows if "added" in row]
+    regular.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
+    return regular + [row for row in rows if "added" in row]
 
 
 def insert_table(table: str, path: Path) -> None:

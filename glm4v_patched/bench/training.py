@@ -1,4 +1,4 @@
-"""Measures training; a measurement has its own processes, so its failure stops no other one."""
+"""Measures training, each measurement in its own processes, so that a failure stops no other."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from ..installed_versions import versions
 from ..option_fields import to_cli_arguments
 from .settings import FULL_SIZE_ON_CPU, TrainingSettings, in_bench_terms
 
-# These take several values; every combination is measured.
+# Settings that take several values; every combination is measured.
 VARIED_SETTINGS = ("trained", "micro_batch", "text_tokens")
 # Packages whose versions are stored with a row.
 VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
@@ -47,12 +47,12 @@ def measure_training(options: argparse.Namespace) -> Iterator[dict]:
 def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
     """Return the settings of every combination that the command line asks for."""
 
-    def values(section: type) -> dict[str, Any]:
+    def given_values(section: type) -> dict[str, Any]:
         return {
             field.name: getattr(options, field.name) for field in fields(section) if field.metadata
         }
 
-    engine, common = EngineSection(**values(EngineSection)), values(TrainingSettings)
+    engine, common = EngineSection(**given_values(EngineSection)), given_values(TrainingSettings)
     return [
         TrainingSettings(**common | dict(zip(VARIED_SETTINGS, varied, strict=True)), engine=engine)
         for varied in product(*(common[name] for name in VARIED_SETTINGS))
@@ -62,12 +62,12 @@ def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
 def _require_machine(
     combinations: Sequence[TrainingSettings], processes: int, on_cpu: bool
 ) -> None:
-    """Refuse what a recipe would be refused for on this machine.
+    """Refuse settings with which a recipe would be refused on this machine.
 
     A measurement is refused for memory only if it certainly does not fit.
 
     Raises:
-        ValueError: has one line for each problem.
+        ValueError: the settings are refused; the message has one line for each problem.
     """
     from ..finetune.preflight import find_device_problems
     from ..models.placement import Device, place_processes
@@ -174,7 +174,7 @@ def run_and_log(
         return ""
     timed_out = [f"not done after {timeout:.0f} s"] * (status is None)
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
-    memory = [line for line in lines if "OutOfMemoryError" in line]
+    memory_errors = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     last = "\n".join(lines[-5:]) or f"ended with status {status} and printed nothing"
-    return (memory or timed_out or errors or [last])[-1][:600]
+    return (memory_errors or timed_out or errors or [last])[-1][:600]

@@ -1,8 +1,8 @@
-"""Process that measures training; with several GPUs, each of them runs one.
+"""Process that measures training; each GPU runs one.
 
 ``python -m glm4v_patched.bench.worker SETTINGS OUT``, with ZeRO under ``torch.distributed.run``.
-The training loop is a recipe's (:mod:`finetune.assembly`), with a model with random weights, with
-generated samples, and with a callback that times the steps.
+The training loop is a recipe's (:mod:`finetune.assembly`), with generated samples, a callback that
+times the steps and, unless the settings name a model, random weights.
 """
 
 import json
@@ -41,7 +41,7 @@ LEARNING_RATE = 1e-5
 
 
 class StepTimer(TrainerCallback):
-    """Collect the seconds of each step after the warm-up, including reading, without logging."""
+    """Callback that times each step after the warm-up: with reading samples, without logging."""
 
     def __init__(self, warm_up: int):
         self.warm_up = warm_up
@@ -63,7 +63,7 @@ class StepTimer(TrainerCallback):
 
 
 def measure_steps(settings: TrainingSettings) -> dict:
-    """Train a model with random weights, and return speed, memory and losses."""
+    """Train the model that the settings describe, and return speed, memory and losses."""
     on_gpu = local_device().type == "cuda"
     ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
     torch.cuda.empty_cache()
@@ -75,13 +75,13 @@ def measure_steps(settings: TrainingSettings) -> dict:
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, flop = statistics.median(step_timer.seconds), useful_flop(config, settings)
-    rate = settings.micro_batch / median
+    samples_per_s = settings.micro_batch / median
     tokens = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
     fastest, slowest = min(step_timer.seconds), max(step_timer.seconds)
     return {
-        "samples_per_s_per_gpu": rate,
-        "tokens_per_s_per_gpu": rate * tokens,
-        "roofline_share": rate * flop / ceiling,
+        "samples_per_s_per_gpu": samples_per_s,
+        "tokens_per_s_per_gpu": samples_per_s * tokens,
+        "roofline_share": samples_per_s * flop / ceiling,
         "step_s": {"median": median, "fastest": fastest, "slowest": slowest},
         "useful_tflop_per_sample": flop / 1e12,
         "ceiling_tflops": ceiling / 1e12,
@@ -145,7 +145,7 @@ def _build_benchmark_trainer(
 def _model_builder(
     settings: TrainingSettings, config: ChatGLMConfig, options: EngineOptions
 ) -> Callable[..., GLM4VForCausalLM]:
-    """Return a function that builds the model and takes the keyword arguments of from_pretrained.
+    """Return a function that builds the model from the keyword arguments of from_pretrained.
 
     It loads the weights of ``settings.model``, or makes random ones.
     """

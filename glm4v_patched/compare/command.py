@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"compare runs {code}\nTo allow this, add --run-code")
     from ..models.placement import place_processes
 
-    device: Literal["cuda", "cpu"] = options.device or _device()
+    device: Literal["cuda", "cpu"] = options.device or _default_device()
     place_processes(1, device)
     if options.python is None:
         raise RuntimeError(
@@ -160,7 +160,7 @@ def _require_original(folder: Path) -> None:
         )
 
 
-def _device() -> Literal["cuda", "cpu"]:
+def _default_device() -> Literal["cuda", "cpu"]:
     from ..engine.gpus import find_gpus
 
     return "cuda" if find_gpus().devices else "cpu"
@@ -170,7 +170,7 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     """Print the memory that one model needs; raise ``ValueError`` if less is free.
 
     Args:
-        length: Of the longest sequence, with its image placeholder expanded.
+        length: Length of the longest sequence, with its image placeholder expanded.
     """
     from ..engine.memory_plan import Batch, activation_bytes, count_parameters, min_free_gpu_memory
     from ..engine.options import EngineOptions
@@ -180,14 +180,14 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     config = ChatGLMConfig.from_pretrained(folder)
     bytes_per_element = {"bf16": 2, "fp32": 4}[precision]
     # An upper bound: the language model without activation checkpointing, since its gradients flow
-    # through all layers; the tower with full checkpointing, since only its last layer has some.
+    # through all layers; the tower with full checkpointing, since only its last layer gets them.
     options = EngineOptions(
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )
     weights = bytes_per_element * sum(count_parameters(config))
-    stored = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
+    activations = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
     logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
-    needed = weights + stored + logits
+    needed = weights + activations + logits
     free = free_ram() if device == "cpu" else min_free_gpu_memory()
     print(
         f"comparing in {precision} on {device}, one model after the other, needs about "

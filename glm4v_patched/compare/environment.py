@@ -17,7 +17,7 @@ PYTHON_CURE = (
     f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, "
     "accelerate, tiktoken, pillow and torch (docs/troubleshooting.md)"
 )
-# The only environment variables that are passed on: tokens have too many names to be filtered out.
+# Only these environment variables are passed on: tokens have too many names to filter them out.
 PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 PASSED_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
 
@@ -43,7 +43,7 @@ def find_python_versions(python: str) -> str:
     """Return which transformers and torch a Python has, as text.
 
     Raises:
-        RuntimeError: it cannot be run, or the published code does not work with its transformers.
+        RuntimeError: this Python cannot run, or its transformers does not run the published code.
     """
     code = "import json, transformers, torch, safetensors; print(json.dumps("
     code += "[transformers.__version__, torch.__version__]))"

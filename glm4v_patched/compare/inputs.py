@@ -1,4 +1,4 @@
-"""Inputs of both models, in the published form: images are placeholders of three tokens."""
+"""Inputs of both models, in the published form: each image is a placeholder of three tokens."""
 
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def count_supervised_tokens(folder: Path) -> dict[str, int]:
 
 
 def _unexpand(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
-    """Replace all image tokens of an image by one placeholder token."""
+    """Replace the image tokens of each image by one placeholder token."""
     sequence: list[int] = []
     for token in ids:
         if token != processor.image_token_id:

@@ -17,8 +17,8 @@ OURS_WRONG: Final = "OURS IS WRONG"
 PADDED_CASE, SWAPPED_CASE = "batch", "swapped"
 SINGLE_CASES = ("image", "other image")
 # For logits (largest difference), losses, and gradients (norm of the difference, relative to the
-# norm). In fp32 the two add in another order: 3e-5 was measured (docs/numerics.md). In bf16 the
-# published code's own logits are off by up to 0.25, and its loss is rounded to bf16.
+# norm). In fp32 the two models add in different orders: 3e-5 was measured (docs/numerics.md). In
+# bf16 the published code's own logits are off by up to 0.25, and its loss is rounded to bf16.
 COMPARE_TOLERANCES = {"fp32": (1e-3, 1e-4, 1e-3), "bf16": (0.5, 0.05, 0.15)}
 
 
@@ -55,7 +55,7 @@ class ModelOutputs:
     tensors: Mapping[str, Tensor]
 
     def error(self, case: str, name: str) -> str | None:
-        """Return the error that this result ended with, or ``None``."""
+        """Return the error with which a result of a case ended, or ``None``."""
         result = self.results[case].get(name)
         return result["error"] if isinstance(result, dict) else None
 

@@ -62,7 +62,7 @@ def load_model(job):
         return GLM4VForCausalLM.from_pretrained(job["folder"], dtype=dtype)
     from transformers import AutoModelForCausalLM
 
-    # As the published model card loads it; without low_cpu_mem_usage it would be in memory twice.
+    # As in the published model card; without low_cpu_mem_usage the model would be in memory twice.
     options = {"trust_remote_code": True, "torch_dtype": dtype, "low_cpu_mem_usage": True}
     return AutoModelForCausalLM.from_pretrained(job["folder"], **options)
 

@@ -16,7 +16,7 @@ from ..remote.checkpointing import CheckpointedLayer
 from ..remote.modeling_chatglm import GLMBlock
 from .activation_policies import Policy, check_policy, policies_of_layers
 
-# Operators of linear layers, and the index of their argument that is the weight [in, out].
+# Operators of linear layers, each with the index of its argument for the weight [in, out].
 _LINEAR_OPERATORS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
 if hasattr(torch.ops.aten, "_scaled_mm"):  # for fp8; require_fp8 checks that it exists
     _LINEAR_OPERATORS[torch.ops.aten._scaled_mm.default] = 1
@@ -34,7 +34,7 @@ def checkpoint_layers(
     checkpointing, so they work under ZeRO-3 and with compiled layers.
 
     Args:
-        tower: A name of :data:`activation_policies.POLICIES`, or "every N"; as is ``language``.
+        tower, language: A name of :data:`activation_policies.POLICIES`, or "every N".
         marks_every_operator: Mark each operator of a "full" layer as recomputed. Needed for
             compiled layers in fp8: torch 2.11's compiler otherwise saves the products inside an
             ``autograd.Function``.
@@ -62,9 +62,9 @@ def compile_layers(model: nn.Module) -> None:
     This fuses norms, rotary embeddings and activation functions into few kernels. Call it after
     the policies are set and adapters are in place.
 
-    The layers of a tower share compiled code. The first sequence of another length compiles once
-    more, for any length. Under ZeRO-3 the hooks that gather weights must stay outside compiled
-    code: whole layers are gathered, and DeepSpeed does not replace ``F.linear``.
+    Layers of one class share compiled code. The first sequence of a second length compiles them
+    once more, then for any length. Under ZeRO-3 the hooks that gather weights must stay outside
+    compiled code, so whole layers are gathered, and DeepSpeed does not replace ``F.linear``.
     """
     for layer in checkpointed_layers(model):
         # Not layer.compile(), which would compile the layer's hooks, too.
@@ -73,32 +73,32 @@ def compile_layers(model: nn.Module) -> None:
 
 def _set_policy(layer: CheckpointedLayer, policy: Policy, marks_every_operator: bool) -> None:
     layer.gradient_checkpointing = policy.name != "none"
-    # Only LoRA's dropout uses random numbers, so that the RNG state is saved for it alone.
+    # Only LoRA's dropout uses random numbers: save the RNG state only if there is dropout.
     has_dropout = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
-    selection = None
+    policy_fn = None
     if policy.max_saved_width is not None:
         attention: Any = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
         width = attention.dense.out_features  # not from a weight, which may be sharded
-        selection = _save_linear_outputs(policy.max_saved_width * width, min_input=width // 4)
+        policy_fn = _save_linear_outputs(policy.max_saved_width * width, width // 4)
     elif marks_every_operator and policy.name != "none":
-        selection = _recompute_all
-    if selection is not None:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, selection)
+        policy_fn = _recompute_all
+    if policy_fn is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy_fn)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 
 
-def _save_linear_outputs(max_output: float, min_input: int) -> Callable[..., CheckpointPolicy]:
-    """Return a selection that saves attention outputs, and linear layers' up to ``max_output``
-    channels."""
+def _save_linear_outputs(max_out: float, min_in: int) -> Callable[..., CheckpointPolicy]:
+    """Return a ``policy_fn`` that saves the outputs of attention, and of linear layers with at most
+    ``max_out`` output channels and at least ``min_in`` input channels."""
 
     def select(_context, operator, *arguments, **_options) -> CheckpointPolicy:
         if "scaled_dot_product" in str(operator) or "flash_attn" in str(operator):
             return CheckpointPolicy.MUST_SAVE
         if operator in _LINEAR_OPERATORS:
             in_channels, out_channels = arguments[_LINEAR_OPERATORS[operator]].shape
-            # LoRA's second factor has few input channels: recomputing is cheaper than saving.
-            if out_channels <= max_output and in_channels >= min_input:
+            # LoRA's second factor has few input channels: recompute its output, which is cheap.
+            if out_channels <= max_out and in_channels >= min_in:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -36,8 +36,8 @@ class Policy:
     Attributes:
         saves: Fields of :class:`LayerSizes` that are saved.
         recomputes: Fields of :class:`LayerSizes` that are computed again in backward.
-        max_saved_width: For selective checkpointing: outputs of linear layers are saved up to so
-            many times the layer's width. None for none or full checkpointing.
+        max_saved_width: For selective checkpointing: the widest saved output of a linear layer, in
+            multiples of the layer's width. None for the policies "none" and "full".
     """
 
     name: str
@@ -54,7 +54,7 @@ class Policy:
         return sum(getattr(sizes, name) for name in self.recomputes)
 
 
-# In this order: each policy saves one field more than the next one, and recomputes one fewer.
+# From "linear" on, each policy saves one field more than the next one, and recomputes one fewer.
 _SAVED_FIELDS = ("layer_input", "attention_output", "narrow_outputs", "wide_outputs")
 _WORK_FIELDS = ("elementwise_macs", "wide_macs", "narrow_macs", "attention_macs")
 _ALL_POLICIES = (
@@ -74,7 +74,7 @@ EVERY_N = "every N"
 
 
 def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """Return the policy of each of so many layers; ``ValueError`` for an unknown name."""
+    """Return the policies of a number of layers; raise ``ValueError`` for an unknown name."""
     check_policy("layer", name)
     if name in POLICIES:
         return [POLICIES[name]] * layers
@@ -83,7 +83,7 @@ def policies_of_layers(name: str, layers: int) -> list[Policy]:
 
 
 def check_policy(part: str, name: object, or_auto: bool = False) -> None:
-    """Raise ``ValueError`` if ``name`` is not a policy; ``part`` is named in the message."""
+    """Raise ``ValueError`` about ``part`` unless ``name`` is a policy, or "auto" if ``or_auto``."""
     prefix, _, number = str(name).partition(" ")  # a recipe may contain any object
     is_every_n = prefix == "every" and number.isdecimal() and int(number) > 0
     if is_every_n or name in POLICIES or (or_auto and name == "auto"):

@@ -23,9 +23,9 @@ def python_module_command(module: str, *arguments: str) -> list[str]:
 
 def rank_environments(processes: int) -> list[dict[str, str]]:
     """Return each rank's variables for ``torch.distributed`` on this machine, with a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
@@ -36,10 +36,10 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
 def run_with_timeout(
     seconds: float, command: list[str], environment: Mapping[str, str], output: IO | None = None
 ) -> int | None:
-    """Run a command, which prints to ``output``.
+    """Run a command whose output goes to ``output``.
 
     Returns:
-        Its exit status, or None if it was terminated after so many seconds.
+        The exit status, or None if the command was terminated after ``seconds``.
     """
     with Popen(command, stdout=output, stderr=output, env=environment) as process:
         try:
@@ -52,7 +52,7 @@ def run_with_timeout(
 def exit_when_stdin_closes() -> None:
     """Exit this process when its standard input closes, that is, when its parent has died.
 
-    Each process has its own session, so that no signal to a process group reaches it.
+    The process has its own session, so signals to the parent's process group do not reach it.
     """
 
     def wait_for_end() -> None:
@@ -74,7 +74,7 @@ def _is_at_root() -> bool:
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
     """Return this process's environment with the defaults of training processes.
 
-    Variables that are set stay as they are, except that ``on_cpu`` hides the GPUs.
+    Variables already set stay, but ``PATH`` gets this Python's folder, and ``on_cpu`` hides GPUs.
 
     Args:
         processes: Training processes on this machine, which share its cores.
@@ -88,7 +88,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        # ZeRO-3 gathers weights of many sizes; this avoids fragmentation of the GPU's memory.
+        # Keeps ZeRO-3, which gathers weights of many sizes, from fragmenting the GPU's memory.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if not _is_at_root():
         # Same as -P in python_module_command, for the processes that torch's launcher starts.
@@ -100,7 +100,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
 def single_process_environment(on_cpu: bool) -> dict[str, str]:
     """Return the environment of a single training process, without ZeRO.
 
-    It sees one GPU, because the Trainer would use DataParallel on several.
+    The process sees one GPU, because on several the Trainer would use DataParallel.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     one_gpu = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NVIDIA_SMI_TIMEOUT = 10
-"""Seconds; it takes one or two where the driver is not kept loaded."""
+"""Seconds; ``nvidia-smi`` takes one or two where the driver is not kept loaded."""
 MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 CUDA_ERROR_NO_DEVICE = 100
@@ -56,7 +56,7 @@ class GpuMemoryUse:
 def find_gpus() -> Gpus:
     """Return the GPUs that the CUDA driver shows, which applies ``CUDA_VISIBLE_DEVICES`` and MIG.
 
-    No context is created, so that none of their memory is used.
+    The query creates no CUDA context, so it uses no memory of the GPUs.
     """
     if torch_cuda_version() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
@@ -98,8 +98,8 @@ def _query_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 def free_bytes_per_gpu(count: int) -> list[int]:
     """Return the free bytes of the first ``count`` GPUs.
 
-    A CUDA context is created on each for the query, and destroyed, so that the memory of a context
-    is already subtracted.
+    The query creates a CUDA context on each GPU and destroys it, so the memory of a context is
+    already subtracted.
 
     Raises:
         RuntimeError: There are fewer GPUs, or the driver returns an error.
@@ -135,7 +135,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def torch_cuda_version() -> tuple[int, int] | None:
-    """Return the CUDA version that torch was built with, without importing torch; None for none."""
+    """Return the CUDA version that torch was built with, without importing torch, or None."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return None
@@ -170,7 +170,7 @@ def query_gpu_memory_use() -> list[GpuMemoryUse]:
 
 
 def _run_nvidia_smi(*arguments: str) -> str:
-    """Return its output; empty if it is missing, fails or hangs."""
+    """Return the output of ``nvidia-smi``; empty if the program is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

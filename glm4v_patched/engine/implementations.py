@@ -112,12 +112,12 @@ class ImplementationEntry:
     Attributes:
         purposes: Usages for which it is considered.
         condition: Returns why the implementation cannot be used for a module, or None.
-        method: The method that it implements.
+        method: The method of ``replaces`` that it implements.
         backend: "cuda" or "hip"; entries of the other backend are ignored.
         requires: Submodules that it computes itself, and their supported classes. While one of them
             has a blocker, the module computes as published.
-        may_fuse: Submodules that it bypasses, or to which it passes fp8 or partial sums, only if
-            they have no blocker; "" is the module itself.
+        may_fuse: Submodules that it bypasses, or to which it passes fp8 or partial sums, while
+            they have no blocker, and their supported classes; "" is the module itself.
         set_up: Called with each module after its class was changed.
     """
 
@@ -135,12 +135,12 @@ class ImplementationEntry:
 def find_blocker(
     module: Any, classes: ModuleClasses = ANY_CLASS, hooks_block: bool = True
 ) -> str | None:
-    """Return why another module may not compute what this one does, or None.
+    """Return why no other module may compute in this one's place, or None.
 
     Args:
         classes: Supported classes, without their subclasses. Modules that have an implementation of
             the table count as that implementation.
-        hooks_block: Hooks are a blocker. Pass False for a module that will still be called.
+        hooks_block: Whether hooks are a blocker; False for a module that will still be called.
     """
     module_class = type(module)
     is_supported = module_class in classes or UNGUARDED_CLASSES.get(module_class) in classes
@@ -150,7 +150,7 @@ def find_blocker(
         return "its forward was replaced, as offloading does"
     if hooks_block and (module._forward_hooks or module._forward_pre_hooks):
         return "it has hooks"
-    # Packages with quantized parameters keep torch's own class of the layer.
+    # Packages that quantize the parameter itself keep torch's own class of the layer.
     if module_class is nn.Linear and classes and type(module.weight) is not nn.Parameter:
         return f"its weight is a {type(module.weight).__qualname__}"
     return None
@@ -381,8 +381,8 @@ def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
     """Give modules of a model the implementations of the table whose conditions hold.
 
     Call it when adapters are in place and trained weights are selected, and before the model is
-    sharded or wrapped (DeepSpeed, DDP, FSDP2). Besides classes, it changes frozen weights in fp8:
-    they are quantized layer by layer, and under ZeRO-3 sharded again.
+    sharded or wrapped (DeepSpeed, DDP, FSDP2). Where frozen weights are stored in fp8, it also
+    quantizes them layer by layer, and under ZeRO-3 shards them again.
     """
     for entry in _entries_for_backend():
         for located in _locate_modules(model):
@@ -436,8 +436,8 @@ class Explanation(NamedTuple):
     Attributes:
         module: The module's part and name, such as "tower fc1".
         implementation: None if the module computes as published.
-        reason: Why a faster implementation is not used, or not at the moment; None if there is
-            none.
+        reason: Why a faster implementation is not used, or not at the moment; None if none is
+            faster.
     """
 
     module: str

@@ -22,9 +22,9 @@ from .options import (
 
 BF16, FP32 = 2, 4
 """Bytes of an element."""
-# Gradients alive in a layer's backward pass, in multiples of its widest activation: that of the
-# activation and those of the activation function's inputs. In fp8 without compilation, the fp32
-# gradient, scaled and unscaled, is added.
+# Gradients alive in a layer's backward pass, in multiples of its widest activation: the gradients
+# of that activation and of the activation function's inputs; in fp8 without compilation, also the
+# fp32 gradient, scaled and unscaled.
 BACKWARD_CHANNELS, BACKWARD_CHANNELS_FP8 = 1.5, 3.5
 # Multiply-adds that a GPU does in the time in which it moves one channel of a token: 700 TFLOP/s
 # over 4 TB/s, which training reaches on an H200.
@@ -36,7 +36,7 @@ class Batch:
     """The batch of one process in a step.
 
     Attributes:
-        sequence_length: Of the longest sequence, in positions, with images expanded.
+        sequence_length: Positions of the longest sequence, with images expanded.
         processes: Processes of the step, each with a batch of this size.
         accumulates: Gradients of earlier micro-batches exist while this one is computed.
     """
@@ -72,7 +72,7 @@ def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int
 
 
 def uses_autocast(options: EngineOptions) -> bool:
-    """Return whether trained weights are fp32 and computed with in bf16: bf16 without ZeRO."""
+    """Return whether autocast computes in bf16 with trained weights in fp32: bf16 without ZeRO."""
     return options.zero_stage == 0 and options.precision == "bf16"
 
 
@@ -89,9 +89,9 @@ class LayerStack:
     """The transformer layers of one part of the model, and the tokens that pass through them.
 
     Attributes:
-        policies: One for each layer.
-        tokens: Of one batch.
-        sizes: Of one layer.
+        policies: The policy of each layer.
+        tokens: Number of tokens of one batch.
+        sizes: Sizes of one layer.
         workspace_channels: Channels per token of the gradients alive in a layer's backward pass.
     """
 
@@ -139,11 +139,12 @@ def stacks_with_backward(
 def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
     """Return whether autograd saves the input of a linear layer.
 
-    It does for the gradient of the weight or adapter, and always with DeepSpeed's ``F.linear``.
+    Autograd needs the input for the gradient of the weight or adapter. DeepSpeed's ``F.linear``,
+    which fp8 layers do not call, always saves it.
 
     Args:
         part: One of :data:`options.MODEL_PARTS`.
-        layer: Its name in :func:`linear_layer_shapes`.
+        layer: The layer's name in :func:`linear_layer_shapes`.
     """
     if part in trained_parts(options.trained):
         return True
@@ -164,9 +165,9 @@ def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     Under autocast the inputs of its norms, and the residual stream, are fp32.
     """
     hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
-    norm = 1 if options.compile else norm_dtype_factor(options)
+    norm_factor = 1 if options.compile else norm_dtype_factor(options)
     saves_input = partial(is_input_saved, options, "tower")
-    saved = (3 + 1) * hidden + 2 * norm * hidden + ffn  # q, k, v, attention, norms, GELU
+    saved = (3 + 1) * hidden + 2 * norm_factor * hidden + ffn  # q, k, v, attention, norms, GELU
     saved += hidden * (saves_input("query_key_value") or options.compile is True)
     saved += hidden * (saves_input("fc1") and not options.compile) + ffn * saves_input("fc2")
     return LayerSizes(
@@ -193,7 +194,8 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
         options.trained
     )
     residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
-    # Inputs of both norms, output of attention, and the fused projection, of which v is a view.
+    # Inputs of both norms, outputs of attention and of query_key_value (v is a view of it), and in
+    # the MLP the output of the first layer and the input of the second.
     saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden

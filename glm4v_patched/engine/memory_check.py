@@ -26,8 +26,8 @@ def find_memory_problem(
 ) -> str:
     """Return why a training does not fit into memory, for the user; "" if it may fit.
 
-    On a GPU only persistent state is compared with free memory. On a CPU, where the system would
-    kill processes at random, it is the estimated peak.
+    On a GPU only the persistent state must fit into the free memory. On a CPU, where the system
+    would kill processes at random, the estimated peak must fit.
 
     Args:
         free: Usable bytes of each GPU (:func:`memory_plan.apply_memory_limit`); 0 on a CPU.

@@ -1,8 +1,8 @@
 """Estimate the GPU memory of a training from the model's sizes, and choose settings that fit.
 
 The estimates are arithmetic on a config; no model is built. They count what autograd saves in each
-layer, compiled or not (:mod:`activation_policies` has what each policy saves), and are compared
-with measured peaks at the real size (``tests/engine/test_memory_plan.py``).
+layer, compiled or not (:mod:`activation_policies` lists the saved activations of each policy).
+``tests/engine/test_memory_plan.py`` compares them with measured peaks at the real size.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ POLICY_CANDIDATES = (
 # Candidates for stage3_max_live_parameters where not all weights can stay gathered: some layers,
 # and just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-PREFETCHED_PARAMETERS = 2e8  # deepspeed_config's prefetch bucket; as many are being released
+PREFETCHED_PARAMETERS = 2e8  # deepspeed_config's prefetch bucket; as many again are in release
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
 # Share of memory that the allocator cannot use: fragmentation, and blocks freed by gathers.
@@ -58,16 +58,15 @@ ALLOCATOR_OVERHEAD = 0.05
 MIN_ADAPTER_FRACTION = 0.001
 # Logit and its gradient in bf16, log-softmax and its gradient in fp32.
 BYTES_PER_LOGIT = 2 * BF16 + 2 * FP32
-# Compiling takes about a minute (docs/benchmarks/loss_curve.json: the first step) and saves from
-# 0.2 s of a step on (docs/performance.md: 1.35 s instead of 1.82 s).
+# Compiling takes about a minute (the first step in docs/benchmarks/loss_curve.json) and saves at
+# least 0.2 s per step (docs/performance.md: 1.35 s instead of 1.82 s).
 MIN_STEPS_TO_COMPILE = 300
 
 
 def min_free_gpu_memory(limit: float | None = None) -> float:
-    """Return the free bytes of this process's GPU, or fewer if another process has fewer.
+    """Return the smallest number of free bytes on any process's GPU; 0 without a GPU.
 
-    All processes get the same number, because they must choose the same settings. Without a GPU it
-    is 0.
+    All processes get the same number, because they must choose the same settings.
 
     Args:
         limit: GiB that torch may allocate.
@@ -83,7 +82,7 @@ def min_free_gpu_memory(limit: float | None = None) -> float:
 
 
 def apply_memory_limit(free: float, limit: float | None) -> float:
-    """Return the usable bytes of so many free ones, given a limit in GiB for torch's allocator."""
+    """Return how many of the free bytes are usable, given a limit in GiB for torch's allocator."""
     return free if limit is None else min(free, limit * GIB + NON_TORCH_BYTES)
 
 
@@ -96,7 +95,7 @@ def decide_options(
 ) -> EngineOptions:
     """Replace each "auto" by the fastest setting whose estimate fits into free memory.
 
-    The fastest recomputes least; of equals, it gathers least. If nothing fits, everything is
+    The fastest recomputes least, then transposes least, then gathers least. If nothing fits, all is
     recomputed: the estimate may be wrong, and running out of memory is no worse than a refusal.
 
     Args:
@@ -127,8 +126,8 @@ def decide_options(
     peaks = {candidate: estimate_peak_bytes(config, candidate, batch) for candidate in candidates}
     fitting = [candidate for candidate in candidates if peaks[candidate] <= usable]
     if not fitting:
-        # Recompute everything. The estimates alone would not decide that on a CPU, where nothing
-        # fits: those of small models are too close to each other.
+        # Recompute everything. On a CPU, where nothing fits, the smallest estimate need not mean
+        # that: the estimates of a small model are too close to each other.
         return min(
             reversed(candidates),
             key=lambda candidate: (
@@ -249,7 +248,7 @@ def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batc
         weights += element_bytes * all_params / options.zero_hpz_partition_size
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
-        weights = BF16 * embeddings + (all_params - embeddings) * 0.55
+        weights = BF16 * embeddings + (all_params - embeddings) * 0.55  # bytes in NF4
     trained = count_trained(config, options)
     if is_lora(options.trained):
         if trained < MIN_ADAPTER_FRACTION * all_params:
@@ -298,7 +297,7 @@ def _fp8_savings_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
 def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Return the bytes of RAM that an offloaded optimizer needs, for all processes together.
 
-    They are fp32 weights, fp32 gradients and two moments. Adapters are too small to count.
+    Each weight has an fp32 copy, an fp32 gradient and two moments. Adapters are too small to count.
     """
     if options.offload is not True or is_lora(options.trained):
         return 0.0
@@ -308,8 +307,8 @@ def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
 def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that forward saves for backward.
 
-    They are activations of the layers, of the projector and before the final norm, and weights that
-    autograd saves.
+    They are the activations of the layers, of the projector and before the final norm, and the
+    weights that autograd saves.
     """
     layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
@@ -321,7 +320,7 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
 
 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the channels per image token that the projector, never checkpointed, saves."""
+    """Return the channels per image token that the projector saves; it is never checkpointed."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
     return 2 * hidden * norm_dtype_factor(options) + 3 * ffn + inputs
@@ -371,9 +370,9 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch)
         gathered *= 1 - sum(count_fp8_weights(config, options)) / all_params / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     element_bytes = _bytes_per_element(options)
-    text = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
+    text_tokens = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
     chunk_size = options.loss_chunk_size or config.loss_chunk_size
-    positions = min(chunk_size, batch.num_sequences * text)
+    positions = min(chunk_size, batch.num_sequences * text_tokens)
     stacks = stacks_with_backward(config, options, batch)
     backward = element_bytes * max(stack.backward_workspace for stack in stacks)
     if options.trained == "qlora":  # a layer's weight, dequantized to bf16

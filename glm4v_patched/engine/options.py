@@ -113,7 +113,7 @@ class LoraOptions:
     def target_names(self) -> tuple[str, ...]:
         """Names of the linear layers with adapters; some may be in no trained part.
 
-        The default is that of adapters published for this model.
+        The default is that of the adapters published for this model.
         """
         if self.targets == "all-linear":
             return LORA_TARGETS
@@ -198,12 +198,12 @@ class EngineOptions(EngineSection):
 
     Attributes:
         trained: One of :data:`TRAINED`, or :data:`MODEL_PARTS` joined by "+".
-        store_transposed: Also store weights in fp8 transposed for the backward pass, which would
-            otherwise transpose them each time. Sharded weights are not; ``decide_options`` may turn
-            it off to save memory.
-        attn_implementation: As in transformers; None for its default.
-        stage3_max_live_parameters: DeepSpeed's: weights that may stay gathered from a layer's
-            forward to its backward.
+        store_transposed: Also store fp8 weights transposed, so that the backward pass need not
+            transpose them each time. It has no effect on sharded weights; ``decide_options`` may
+            turn it off to save memory.
+        attn_implementation: As in transformers; None for the default of transformers.
+        stage3_max_live_parameters: DeepSpeed's setting: how many weights may stay gathered from a
+            layer's forward to its backward.
         skip_logits: Compute the loss from supervised positions only, in chunks.
         loss_chunk_size: Positions in such a chunk; None for the default of the model's config.
     """
@@ -232,7 +232,7 @@ class EngineOptions(EngineSection):
     def stores_fp8(self) -> bool:
         """Whether frozen weights are stored in fp8: under LoRA, where they are not saved.
 
-        Not with hpZ, whose second copies DeepSpeed gathers in one dtype at a time.
+        With hpZ they are not: DeepSpeed gathers hpZ's second copies in one dtype at a time.
         """
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
@@ -248,10 +248,10 @@ class EngineOptions(EngineSection):
 
     @property
     def gathers_whole_layers(self) -> bool:
-        """Whether ZeRO-3 must gather each layer at once, and nothing inside of it.
+        """Whether ZeRO-3 must gather each layer as a whole, not its submodules one by one.
 
-        It must for compiled layers, for fp8 weights beside bf16 biases, and for selective
-        checkpointing, which fails if the recomputation runs a collective that forward did not run.
+        Compiled layers need this, fp8 weights beside bf16 biases, and selective checkpointing,
+        which fails if the recomputation runs a collective that forward did not run.
         """
         policies = [POLICIES.get(name) for name in (self.tower, self.language)]
         is_selective = any(policy and policy.max_saved_width is not None for policy in policies)
@@ -292,7 +292,7 @@ def part_of_parameter(name: str) -> str:
     """Return the part of the model that contains the parameter of this name."""
     if ".vision." not in name:
         return "language_model"
-    # Of "transformer.vision.".
+    # Submodules of "transformer.vision.".
     tower_prefixes = (".vision.transformer.", ".vision.patch_embedding.")
     return "tower" if any(prefix in name for prefix in tower_prefixes) else "projector"
 

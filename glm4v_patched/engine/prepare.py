@@ -1,4 +1,4 @@
-"""Build a model that is ready to train. No other module does."""
+"""Build a model that is ready to train; no other module does."""
 
 import os
 from collections.abc import Callable
@@ -41,8 +41,8 @@ def prepare_model(
 ) -> nn.Module:
     """Build a model and apply the options to it: frozen weights, implementations, policies.
 
-    Under ZeRO-3, ``TrainingArguments`` must exist before: they register DeepSpeed's configuration
-    with transformers, which then loads weights directly into shards.
+    Under ZeRO-3, create ``TrainingArguments`` first: they register DeepSpeed's configuration with
+    transformers, which then loads weights directly into shards.
 
     Args:
         options: Decided by :func:`memory_plan.decide_options`.
@@ -71,8 +71,8 @@ def prepare_model(
     if options.zero_stage == 0:
         upcast_trained(model)
     use_implementations(model, ModelUsage.training(options))
-    # Weights that are quantized now may have exceeded the limit before: bench builds its random
-    # model on the GPU.
+    # Only now: before they were quantized, the weights may have exceeded the limit, as bench builds
+    # its random model on the GPU.
     _limit_memory(options)
     is_compiled_fp8 = options.fp8 and options.compile is True
     checkpoint_layers(

@@ -25,15 +25,15 @@ def free_ram() -> float:
     return max(min(limits), 0)
 
 
-def _free_in_group(folder: Path, limit: str, used: str, reclaimable: str) -> float:
+def _free_in_group(folder: Path, limit_file: str, used_file: str, cache_key: str) -> float:
     """Return the free bytes of a control group; its file cache counts as free."""
     limit, used, stat = (
         path.read_text().strip() if (path := folder / name).is_file() else ""
-        for name in (limit, used, "memory.stat")
+        for name in (limit_file, used_file, "memory.stat")
     )
     if not limit.isdecimal():  # "max", or the root group, which has no limit
         return float("inf")
-    return int(limit) - int(used or 0) + _read_number(reclaimable, stat)
+    return int(limit) - int(used or 0) + _read_number(cache_key, stat)
 
 
 def _read_number(key: str, text: str) -> int:

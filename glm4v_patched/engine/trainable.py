@@ -15,7 +15,7 @@ from .options import LoraOptions, check_trained, is_lora, part_of_parameter, tra
 
 DEFAULT_LORA = LoraOptions()
 
-# LLM.int8 computes columns of activations with an element above it in 16 bits.
+# LLM.int8 computes in 16 bits the columns of activations that have an element above this.
 INT8_OUTLIER_THRESHOLD = 6.0
 
 
@@ -41,14 +41,14 @@ def select_weights(
         return model
     from peft import LoraConfig, get_peft_model
 
-    stacks = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
+    layers_pattern = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout or 0.0,
         use_rslora=bool(lora.use_rslora),
         use_dora=bool(lora.use_dora),
-        target_modules=rf".*{stacks}\..*\.({'|'.join(lora.target_names)})",
+        target_modules=rf".*{layers_pattern}\..*\.({'|'.join(lora.target_names)})",
         task_type="CAUSAL_LM",
     )
     # Adapters have the dtype of the weights: ZeRO keeps fp32 copies, and DeepSpeed before 0.19.3
@@ -103,7 +103,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
 def upcast_trained(model: nn.Module) -> None:
     """Convert trained weights to fp32, for training in bf16 under autocast without ZeRO.
 
-    ZeRO has fp32 copies; without them, most updates would be lost to bf16's rounding.
+    ZeRO keeps fp32 copies; without any, most updates would be lost to bf16's rounding.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -111,7 +111,7 @@ def upcast_trained(model: nn.Module) -> None:
 
 
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
-    """Return keywords with which ``from_pretrained`` quantizes as :func:`quantize_linear_layers`.
+    """Return the keywords for ``from_pretrained`` that match :func:`quantize_linear_layers`.
 
     Args:
         dtype: Dtype of the computation.
@@ -134,8 +134,8 @@ def build_random_model(config: ChatGLMConfig, **kwargs: Any) -> GLM4VForCausalLM
     """Build a randomly initialized model on torch's default device.
 
     Args:
-        kwargs: Keywords of ``from_pretrained``: ``dtype`` and the like, and
-            :func:`quantization_options`.
+        kwargs: Keywords of ``from_pretrained``, such as ``dtype`` and those that
+            :func:`quantization_options` returns.
     """
     quantization = kwargs.pop("quantization_config", None)
     device_map = kwargs.pop("device_map", None)
@@ -150,7 +150,7 @@ def quantize_linear_layers(
 ) -> None:
     """Replace the linear layers of all transformer layers by bitsandbytes's, in a built model.
 
-    Layers are moved to ``device`` one at a time, so that it never holds the complete model in
+    Layers are moved to ``device`` one at a time, so the device never holds the complete model in
     16 bits.
 
     Args:
@@ -167,20 +167,20 @@ def quantize_linear_layers(
 
 
 def _make_quantized(linear: Any, bits: int) -> nn.Module:
-    """Return bitsandbytes's version of a linear layer, which quantizes when it is moved."""
+    """Return bitsandbytes's version of a linear layer; moving it to a device quantizes it."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
-    in_out: Any = (linear.in_features, linear.out_features, linear.bias is not None)
+    sizes: Any = (linear.in_features, linear.out_features, linear.bias is not None)
     weight = linear.weight.data
     quantized: Any
     if bits == 4:
-        quantized = Linear4bit(*in_out, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized = Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
         quantized.weight = Params4bit(
             weight, requires_grad=False, quant_type="nf4", module=quantized
         )
     else:
         quantized = Linear8bitLt(
-            *in_out, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
+            *sizes, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
         )
         # Weights are quantized only if they are moved from the CPU.
         quantized.weight = Int8Params(weight.cpu(), requires_grad=False)

@@ -17,7 +17,7 @@ SUPPORTED_DEEPSPEED = "deepspeed>=0.16.9,<0.20"
 def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     """Return DeepSpeed's configuration for decided options; None without DeepSpeed.
 
-    transformers' Trainer replaces "auto".
+    transformers' Trainer fills in each "auto".
     """
     if options.zero_stage == 0:
         return None
@@ -27,8 +27,8 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
         "overlap_comm": True,
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
-        # Weights whose gradients are converted to fp32 together in an update. A checkpoint is
-        # loaded by these groups, so they must not depend on policies, which a resumed run may
+        # Number of weights whose gradients an update converts to fp32 together. A checkpoint is
+        # loaded in such groups, so they must not depend on policies, which a resumed run may
         # change.
         "sub_group_size": 5e8,
     }
@@ -37,7 +37,7 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
             "contiguous_gradients": False,  # saves a buffer, and a copy of each gradient
             # Shard all weights: each one that stayed gathered would cost a gather after every step.
             "stage3_param_persistence_threshold": 0,
-            # Use torch's own F.linear: DeepSpeed's reads the id of every weight, so that each layer
+            # Use torch's own F.linear: DeepSpeed's reads the id of every weight, so each layer
             # would be compiled separately.
             "memory_efficient_linear": False,
             "stage3_max_live_parameters": options.stage3_max_live_parameters,
@@ -95,7 +95,7 @@ def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool)
 
 
 def require_deepspeed() -> None:
-    """Raise ``RuntimeError`` with the command to install what is missing or not supported."""
+    """Raise ``RuntimeError``, with the command to install, if a package is missing or untested."""
     missing = None
     if importlib.util.find_spec("deepspeed") is None:
         missing = f"DeepSpeed and what training needs: {pip_install('glm4v-patched[train]')}"

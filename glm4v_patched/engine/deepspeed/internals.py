@@ -1,9 +1,9 @@
 """Every private name of DeepSpeed that this package uses.
 
-Each is checked where it is used: a missing one raises an error with the version and the cure,
-because skipping it silently would make training slower, or wrong. ``remote/``, which must not
-import this package, uses ``ds_status``, ``ds_active_sub_modules`` and ``ds_id`` of weights, and
-``ds_id`` and, since 0.19.3, ``ds_recompute_parameters`` of modules.
+Each name is checked where it is used: if DeepSpeed lacks it, an error names the version and the
+cure, because training without it would be slower, or wrong. ``remote/``, which must not import this
+package, uses the weights' ``ds_status``, ``ds_active_sub_modules`` and ``ds_id``, the modules'
+``ds_id`` and, since 0.19.3, the modules' ``ds_recompute_parameters``.
 """
 
 import importlib
@@ -24,10 +24,10 @@ ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus
 CHECKPOINT_ENGINE = (
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
-# The context that shards new weights; its method gathers them when they are loaded and saved.
+# The context that shards new weights, and its method that gathers them to load and save them.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 LOADING_GATHER = "_allgather_params_coalesced"
-# DeepSpeed's three classes that its files in a checkpoint contain.
+# The three DeepSpeed classes of which DeepSpeed's files in a checkpoint contain objects.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
@@ -47,8 +47,8 @@ SHARDED_WEIGHT_ATTRIBUTES = (
     "ds_status",
     "ds_tensor",
 )
-# A weight's reference to ZeRO-3's optimizer, and attributes of the optimizer. The last one maps
-# each weight's id to its share of the gradient (a name with two underscores, as Python mangles it).
+# A weight's reference to ZeRO-3's optimizer, and attributes of that optimizer. The last one, whose
+# name Python mangles, maps each weight's id to this process's share of the weight's gradient.
 WEIGHT_OPTIMIZER = "_z3_optimizer"
 GRADIENT_NORM = "get_grad_norm_direct"
 GRADIENT_BUFFER = "grad_partitions_flat_buffer"
@@ -97,10 +97,10 @@ def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any])
 
 @contextmanager
 def skip_collectives_compilation() -> Iterator[None]:
-    """Let DeepSpeed initialize inside without compiling its CPU collectives, which takes a minute.
+    """Keep DeepSpeed from compiling its CPU collectives in this context, which takes a minute.
 
-    Only its ``inference_all_reduce`` uses them; training uses gloo in any case. Each process would
-    also leave 67 MB of shared memory behind, and a killed one a lock.
+    Only ``inference_all_reduce`` uses them; training uses gloo in any case. Once compiled, they
+    leave 67 MB of shared memory behind for each process, and for a killed process a lock.
     """
     if torch.cuda.is_available():
         yield
@@ -112,7 +112,7 @@ def skip_collectives_compilation() -> Iterator[None]:
 
 
 def zero3_optimizers(model: nn.Module) -> list[Any]:
-    """Return ZeRO-3's optimizers to which the model's weights refer."""
+    """Return the ZeRO-3 optimizers that the model's weights refer to."""
     optimizers = {}
     for weight in model.parameters():
         if optimizer := getattr(weight, WEIGHT_OPTIMIZER, None):
@@ -138,7 +138,7 @@ def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> Abstrac
     """Gather a weight inside the context if ZeRO-3 has sharded it. All processes must enter.
 
     Args:
-        modifier_rank: Afterwards all processes have what this one wrote; None if nobody writes.
+        modifier_rank: Rank whose changes to the weight all processes get; None if no rank writes.
     """
     if not is_sharded(weight):
         return nullcontext()

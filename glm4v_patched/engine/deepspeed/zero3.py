@@ -1,15 +1,15 @@
 """Changes to ZeRO-3; ``docs/benchmarks`` has the gain of each.
 
 - Each layer is gathered at once, in one launch, and NCCL writes every weight directly to its place.
-  DeepSpeed gathers into one buffer and copies each weight out of it, which takes the layer's memory
-  twice and bandwidth that concurrent computation needs.
-- The gradient norm reads each gradient once, in place. DeepSpeed copies all to fp64 in every step.
-- Gradients wait on the GPU for their update, also if the optimizer is on the CPU. There DeepSpeed
-  would keep them in bf16 beside the fp32 ones: for all weights of the real model 28 GB of RAM. With
-  gradient accumulation, those of each micro-batch would travel to the GPU and back.
+  DeepSpeed gathers into one buffer and copies each weight out of it, which takes twice the layer's
+  memory, and bandwidth that concurrent computation needs.
+- The gradient norm reads each gradient once, in place. DeepSpeed copies all gradients to fp64.
+- Gradients stay on the GPU until the update, also if the optimizer is on the CPU. DeepSpeed would
+  keep bf16 gradients on the CPU beside the fp32 ones: 28 GB of RAM for all weights of the real
+  model. With gradient accumulation, each micro-batch would copy them to the GPU and back.
 - The CPU does not run far ahead of the GPU. DeepSpeed releases a gathered layer when the CPU has
-  queued its work, but its memory is free only when the GPU has done it: with a CPU twenty layers
-  ahead, twenty gathered layers are in memory.
+  queued the layer's work, but the memory is free only when the GPU has done that work: if the CPU
+  is twenty layers ahead, twenty gathered layers are in memory.
 """
 
 from collections import deque
@@ -29,17 +29,17 @@ from . import internals
 FIRST_FIXED_DEEPSPEED = Version("0.19.8")
 COALESCED_GATHER = "allgather_into_tensor_coalesced"
 MAX_LAYERS_IN_FLIGHT = 3
-"""Layers that the CPU may be ahead of the GPU. Unlimited would be 2 % faster and take 6 % more
-memory (docs/benchmarks)."""
+"""Layers that the CPU may be ahead of the GPU. Without this limit, training would be 2 % faster and
+take 6 % more memory (docs/benchmarks)."""
 
 
 @cache
 def serialize_gloo_gathers() -> None:
-    """Work around DeepSpeed before 0.19.8 loading random numbers into sharded weights under gloo.
+    """Make DeepSpeed before 0.19.8 gather sharded weights one at a time under gloo.
 
-    It gathers several weights at once and waits only for the last one (fixed by its PR 8539).
-    gloo's threads finish them in any order, so that some are loaded, and saved, as random numbers.
-    This gathers one at a time. NCCL keeps the order.
+    Unpatched, it gathers several weights at once and waits only for the last (fixed by PR 8539).
+    gloo's threads finish gathers in any order, so some weights would be loaded, and saved, as
+    random numbers. NCCL keeps the order.
     """
     if torch.cuda.is_available() or Version(version("deepspeed")) >= FIRST_FIXED_DEEPSPEED:
         return
@@ -64,17 +64,17 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     Most of them take effect in the first forward pass.
 
     Raises:
-        RuntimeError: torch has no coalesced gather; in the first forward pass, if DeepSpeed has
-            renamed what is replaced.
+        RuntimeError: torch has no coalesced gather. Raised in the first forward pass if DeepSpeed
+            lacks a replaced attribute.
     """
-    gathers = options.gathers_whole_layers
-    if gathers and not hasattr(distributed.ProcessGroup, COALESCED_GATHER):
+    gathers_layers = options.gathers_whole_layers
+    if gathers_layers and not hasattr(distributed.ProcessGroup, COALESCED_GATHER):
         raise RuntimeError(
             f"torch {torch.__version__} has no torch.distributed.ProcessGroup.{COALESCED_GATHER}, "
             "with which weights are gathered in one launch; install a tested one (README, What you "
             "need)"
         )
-    if gathers:
+    if gathers_layers:
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
@@ -84,7 +84,7 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     def adapt_once(*_: Any) -> None:
         hook.remove()
         weights = list(model.parameters())  # all are sharded by now, adapters too
-        if gathers:
+        if gathers_layers:
             internals.require_attributes(weights, internals.SHARDED_WEIGHT_ATTRIBUTES)
             internals.replace_in_all(weights, "all_gather_coalesced", gather_in_place)
         optimizers = internals.zero3_optimizers(model)
@@ -97,7 +97,7 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
 
 
 def limit_layers_in_flight(model: nn.Module, layers: int) -> None:
-    """Make the CPU wait, in forward and backward, while the GPU is more than ``layers`` behind."""
+    """Make the CPU wait while the GPU is more than ``layers`` layers behind, in both passes."""
     events: deque[torch.cuda.Event] = deque()
 
     def wait(*_: Any) -> None:
@@ -125,7 +125,7 @@ class _Gather:
         self.works, self.parameters = works, parameters
 
     def wait(self, **_: Any) -> None:
-        # Only the first call acts: each parameter waits, and some may be released again by then.
+        # Only the first call acts: more follow, when some parameters may be released again.
         for work in self.works:
             work.wait()
         status = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS)
@@ -161,8 +161,8 @@ def gather_in_place(gather: Callable) -> Callable:
 
 def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
     """Start gathering ``(output, shard)`` pairs; return the works to wait for."""
-    # On a CPU separately: several of gloo's coalesced gathers in flight corrupt the heap in torch
-    # 2.13, and a process dies after some thousands of them.
+    # On a CPU one gather for each pair: in torch 2.13, several coalesced gathers of gloo in flight
+    # corrupt the heap, and a process dies after some thousands of them.
     if not pairs[0][0].is_cuda:
         gather = distributed.all_gather_into_tensor
         return [gather(output, shard, group=group, async_op=True) for output, shard in pairs]
@@ -173,7 +173,7 @@ def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
 def _are_uniformly_sharded(parameters: list[Any]) -> bool:
     """Return whether all are sharded over one process group, on their device, in one dtype or fp8.
 
-    DeepSpeed gathers the others: offloaded or quantized weights, second shards (hpZ), shards within
+    DeepSpeed gathers all others: offloaded or quantized weights, secondary shards (hpZ), shards on
     some of the processes (MiCS, ``comm``), gathers in another dtype (autocast, ``comm_dtype``).
     """
     if not parameters:
@@ -196,12 +196,11 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
 
 
 def norm_in_place(norm: Callable) -> Callable:
-    """Wrap ZeRO-3's ``get_grad_norm_direct`` so that it gets one number in place of the gradients.
+    """Wrap ZeRO-3's ``get_grad_norm_direct`` so that it gets the gradients' norm in their place.
 
-    That number is their norm, and the norm of a number is the number itself, so all else that
-    DeepSpeed computes (the sum over processes, the meaning of an infinite norm) stays the same. A
-    GPU sums in fp32, in blocks; the norm becomes infinite at 1.8e19. A CPU, which adds one number
-    after the other, sums in fp64.
+    The norm of one number is that number, so all else that DeepSpeed computes (the sum over
+    processes, the meaning of an infinite norm) stays the same. A GPU sums in fp32, in blocks; norms
+    above 1.8e19 become infinite. A CPU, which adds one number after the other, sums in fp64.
     """
 
     def norm_without_copies(
@@ -212,8 +211,8 @@ def norm_in_place(norm: Callable) -> Callable:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             gradients, parameters = [torch.linalg.vector_norm(torch.stack(norms))], parameters[:1]
         total = norm(gradients, parameters, norm_type)
-        # DeepSpeed returns -1 for a norm that is not finite, and before 0.19 squares it when it
-        # sums over groups: such gradients would have a small norm, and nothing would be clipped.
+        # DeepSpeed returns -1 for a norm that is not finite, and before 0.19 squares the -1 when it
+        # sums over groups: the norm would seem small, and nothing would be clipped.
         return torch.where(total < 0, torch.inf, total)
 
     return norm_without_copies
@@ -228,7 +227,8 @@ def _move_gradients_to(device: torch.device, optimizer: Any) -> None:
         internals.get_deepspeed_attribute(optimizer, internals.GRADIENT_BUFFER), device=device
     )
     new_views = {
-        name: buffer.narrow(0, view.storage_offset(), view.numel()) for name, view in views.items()
+        weight_id: buffer.narrow(0, view.storage_offset(), view.numel())
+        for weight_id, view in views.items()
     }
     setattr(optimizer, internals.GRADIENT_BUFFER, buffer)
     setattr(optimizer, internals.GRADIENT_VIEWS, new_views)

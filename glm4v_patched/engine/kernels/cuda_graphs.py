@@ -59,7 +59,7 @@ def _have_same_layout(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> 
 
 class GraphedTower(EVA2CLIPModel):
     """Vision tower whose forward of one image is a CUDA graph: launching its kernels takes as long
-    as running them. The tower must not change after the capture, by new adapters for example."""
+    as running them. After the capture the tower must not change, for example by new adapters."""
 
     graph: CudaGraphCallable
 

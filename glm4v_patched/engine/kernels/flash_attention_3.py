@@ -1,8 +1,8 @@
 """FlashAttention-3's forward pass in a frozen vision tower.
 
-It needs a Hopper GPU and the package ``fa3-fwd`` (``pip install "glm4v-patched[fa3]"``). It takes
-the tower's heads of 112 channels without padding them to 128, as torch's kernels do, and rounds no
-more than bf16 does. It has no backward pass, which a frozen tower does not need.
+It needs a Hopper GPU and the package ``fa3-fwd`` (``pip install "glm4v-patched[fa3]"``). Unlike
+torch's kernels, it does not pad the tower's heads from 112 channels to 128, and it rounds no more
+than bf16 does. It has no backward pass, which a frozen tower does not need.
 """
 
 import functools
@@ -38,7 +38,7 @@ class FrozenTowerAttention(Attention):
 def find_fa3_problem(head_dim: int = 112) -> str | None:
     """Return why FlashAttention-3 cannot be used with heads of ``head_dim`` channels, or None.
 
-    The result is cached for the process: the check compares the kernel with torch's attention.
+    The check runs the kernel and compares it with torch's attention, so its result is cached.
     """
     if importlib.util.find_spec(PACKAGE) is None:
         return f"fa3-fwd is not installed: {pip_install('fa3-fwd')}"
@@ -51,8 +51,8 @@ def find_fa3_problem(head_dim: int = 112) -> str | None:
         output = _flash_attention(query, key, value)
     except (ImportError, RuntimeError, TypeError, AttributeError) as error:
         return f"fa3-fwd fails here ({str(error).partition(chr(10))[0][:200]})"
-    wide = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
-    exact = scaled_dot_product_attention(wide[0], wide[1], wide[2]).transpose(1, 2)
+    inputs = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
+    exact = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2]).transpose(1, 2)
     error_ratio = ((output.float() - exact).norm() / exact.norm()).item()
     if not error_ratio < MAX_RELATIVE_ERROR:
         return (

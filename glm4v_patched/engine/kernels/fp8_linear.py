@@ -73,8 +73,8 @@ class StoredFp8MatmulFn(torch.autograd.Function):
         weight, scale, transposed = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        # This product sums over the weight's output channels, which have the scales: multiply the
-        # gradient by them, and use the same e4m3 numbers as in forward.
+        # This product sums over output channels, each of which has a scale: multiply the gradient
+        # by the scales, so that the e4m3 numbers of forward can be used unchanged.
         quantized = quantize_rows(gradient.float() * scale.view(torch.float32).t())
         if transposed is None:
             transposed = _add_fake_dependency(weight, quantized[1]).t().contiguous()
@@ -210,7 +210,7 @@ def _finish(out: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _quantization_device(weight: Tensor) -> torch.device:
-    """Return the GPU for a weight on the CPU (a model is moved layer by layer), else its device."""
+    """Return the GPU for a weight that is still on the CPU, else the weight's device."""
     if weight.device.type != "cpu" or not torch.cuda.is_available():
         return weight.device
     return torch.device("cuda", torch.cuda.current_device())

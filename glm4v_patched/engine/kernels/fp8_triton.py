@@ -1,4 +1,4 @@
-"""Kernels that quantize rows to fp8, optionally after GELU or SwiGLU, and these without quantizing.
+"""Kernels that quantize rows to fp8, optionally after GELU or SwiGLU, or only compute these two.
 
 Importing this module needs Triton, which torch's GPU builds include.
 """
@@ -36,9 +36,9 @@ def _gelu(x):
     """Return GELU of fp32 ``x`` with an error of at most 1e-7 times ``x``.
 
     GELU is x * Phi(x) with the normal distribution Phi. erf would take three times as long as
-    reading and writing the row, so Phi(x) is 1 / (1 + 2 ** (-x * p(x ** 2))): the log-odds of Phi
-    are almost linear in x, and the polynomial p was fitted for abs(x) <= 6.5. Beyond, Phi is 0
-    or 1.
+    reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x): the
+    log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; beyond,
+    Phi is 0 or 1.
     """
     square = tl.minimum(x * x, 42.0)
     slope = 5.23396250e-09 * square - 3.86020055e-07
@@ -95,7 +95,7 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
 ):
     """Compute one group of channels of one row."""
     pdl_wait_and_launch(use_pdl)
-    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # may pass 2**31
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # offsets may pass 2**31
     channels = tl.arange(0, BLOCK)
     mask = channels < group_size
     channels += tl.program_id(1) * group_size

@@ -30,11 +30,11 @@ from .skinny_gemm import SplitKPartials, num_sms
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
-# StaticCache counts its keys on the device since transformers 5.4 (cumulative_length). Before,
-# decode steps use torch's attention.
+# StaticCache counts its keys on the device since transformers 5.4 (cumulative_length). With older
+# releases, decode steps use torch's attention.
 HAS_CUMULATIVE_LENGTH = Version(transformers.__version__) >= Version("5.4")
 MAX_HEADS_PER_GROUP = 16
-"""Query heads that share keys: the smallest number of rows of a tensor core's left operand."""
+"""Most query heads that share keys: the fewest rows that a tensor core's left operand can have."""
 
 
 class InferencePatchEmbedding(PatchEmbedding):
@@ -159,8 +159,8 @@ class InferenceBlock(GLMBlock):
 class InferenceSelfAttention(SelfAttention):
     """Attention with RoPE in place and, in decode steps with a static cache, flash-decoding.
 
-    A decode step has one new token per sequence. One kernel rotates it and writes its key and value
-    to the cache; the keys are then split over thread blocks.
+    A decode step has one new token per sequence. One kernel rotates its query and key and caches
+    its key and value; flash-decoding then splits the cached keys over thread blocks.
     """
 
     can_fuse: Callable[[str], bool]
@@ -272,7 +272,7 @@ def _fused_linear(module: Any, name: str, x: Any) -> Any:
 def _output_linear(module: Any, name: str, x: Any) -> Any:
     """Return a module's output by its last linear submodule.
 
-    It may be partial sums, which the block reduces, unless a hook on the module expects a tensor.
+    Unless a hook on the module expects a tensor, it may be partial sums, which the block reduces.
     """
     return _fused_linear(module, name, x) if module.can_fuse("") else getattr(module, name)(x)
 

@@ -18,7 +18,7 @@ from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import BLOCKS_PER_SM, SplitKPartials, num_sms
 from .skinny_gemm_triton import TL_DTYPES, kernel_args, load_row
 
-# Without fused multiply-add: it would skip a rounding that torch does between the two steps.
+# Without fused multiply-add, which skips the rounding that torch does between the two steps.
 NO_FP_FUSION = {"enable_fp_fusion": False}
 
 # Sizes of flash_decode: keys in a block, query heads in a block (which share keys), and the most
@@ -43,7 +43,7 @@ def triton_layer_norm_add(  # the prefix makes our kernels easy to find in profi
     fp8_max: tl.constexpr,
     amax_floor: tl.constexpr,
 ):
-    """Write ``x + layer_norm(y)`` of one row to ``out``, and the same in fp8 to ``quantized``."""
+    """Write ``x + layer_norm(y)`` of one row to ``out``; if ``quantizes``, write it in fp8, too."""
     row = tl.program_id(0).to(tl.int64)  # times hidden_size it may pass 2**31
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
@@ -140,8 +140,8 @@ def triton_rope_and_update_cache(
 ):
     """Write one head of one sequence: a query, or a key or value of the cache.
 
-    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone. The distance
-    between the channels of a pair is a power of two, so that an XOR finds the other one.
+    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone. The two
+    channels of a pair are a power of two apart, so an XOR of one gives the other.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
@@ -229,11 +229,11 @@ def triton_attend_to_split(
 ):
     """Attend to one split of the keys, for the query heads of one key-value group.
 
-    Writes the online softmax's state: maximum, sum and unnormalized output of each head. Scores
-    are to the base 2: ``scale`` includes log2(e).
+    Write the online softmax's state: maximum, sum and unnormalized output of each head. The
+    softmax takes powers of 2, so ``scale`` includes log2(e).
     """
-    # Safe before the PDL wait: the length was written in the previous decode step. It does not
-    # count the new key yet, which the previous kernel writes.
+    # Safe before the PDL wait: the previous decode step wrote the length. The length does not yet
+    # count the new key, which the previous kernel writes.
     num_keys = tl.minimum(tl.load(cache_length) + 1, max_cache_len)
     pdl_wait_and_launch(use_pdl)
     row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
@@ -259,7 +259,7 @@ def triton_attend_to_split(
         scores = tl.dot(queries, keys.T) * scale
         scores = tl.where((attends != 0)[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # Nothing is unmasked so far: avoid -inf - -inf.
+        # For heads without an unmasked key so far: avoid -inf - -inf.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         correction = tl.exp2(highest - base)

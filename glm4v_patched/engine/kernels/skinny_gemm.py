@@ -1,7 +1,7 @@
-"""Skinny GEMM: products of at most 32 rows with a large weight, which are bound by reading it.
+"""Skinny GEMM: memory-bound products of at most 32 rows with a large weight.
 
 For so few rows the split-K kernel of :mod:`skinny_gemm_triton` reaches more of the memory bandwidth
-than cuBLAS (figures: docs/benchmarks). For fp8 inputs, a row may have one scale per group of
+than cuBLAS does (figures: docs/benchmarks). For fp8 inputs, a row may have one scale per group of
 channels, so that several thread blocks can quantize one row.
 
 Shapes: ``x`` is ``(M, K)``, the weight ``(N, K)``, the product ``(M, N)``.
@@ -48,7 +48,7 @@ def k_blocks_per_split(k: int, splits: int) -> int:
 
 
 def num_splits(n: int, k: int, sms: int) -> int:
-    """Return into how many splits of K a product is divided, so that its grid fills the GPU once.
+    """Return the number of splits of K with which a product's grid fills the GPU once.
 
     A product whose N alone fills the GPU has one split.
     """

@@ -44,9 +44,9 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
 ):
     """Write one block of columns of one split of K.
 
-    ``k_blocks`` is the number of blocks of K in a split, ``NUM_GROUPS`` that of the groups of
-    channels that have a scale in each row of ``x``: 0 (no scales), 1, ``NUM_SPLITS``, or one for
-    each block.
+    ``k_blocks`` is the number of blocks of K in a split. ``NUM_GROUPS`` is the number of scales in
+    each row of ``x``, one for each group of channels: 0, 1, ``NUM_SPLITS``, or one for each block
+    of K.
     """
     split = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -105,8 +105,8 @@ def load_row(
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """Load columns of one row of a tensor as fp32; of partial sums, reduced and rounded to
-    ``dtype``."""
+    """Load columns of one row of a tensor, or of the product that partial sums add up to (rounded
+    to ``dtype``), as fp32."""
     if not is_partials:
         return tl.load(x + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros(columns.shape, tl.float32)
@@ -142,7 +142,7 @@ def triton_reduce_partials(
     row = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    # Rounded before the residual is added, as the output of a linear layer is.
+    # Rounded to dtype before the residual is added, as the output of a linear layer is.
     total = load_row(
         partials, scale, bias, NUM_PARTIALS, num_rows, num_columns, row, columns, mask, dtype, True,
         is_scaled, has_bias,
