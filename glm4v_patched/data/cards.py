@@ -22,20 +22,11 @@ MAX_COMPARISONS = 10_000_000
 """Number of files times the number of patterns that they are compared with."""
 LINE_END_RE = re.compile(r"\r\n?|\n")
 KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "description", "version"]
-"""Keys of a subset's config that choose files, or do not affect what is read here."""
-KNOWN_CONFIG_KEYS += [
-    "features",
-    "drop_labels",
-    "drop_metadata",
-    "sep",
-    "delimiter",
-    "encoding",
-    "columns",
-]
-KNOWN_CONFIG_KEYS += ["field"]
-"""Keys of a subset that choose files, or that change nothing of what is read here."""
+KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
+KNOWN_CONFIG_KEYS += ["columns", "field"]
+"""Keys of a subset's config that choose files, or that do not affect how files are read here."""
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-YAML_TRUE = ("true", "True", "YAML_TRUE")
+YAML_TRUE = ("true", "True", "TRUE")
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",

@@ -49,12 +49,13 @@ from .workers import cores
 
 # Images between two writes, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Tokenizing them takes a second. With one token per 100 blanks they would fit into 8,192 positions.
+# Tokenizing this many characters takes a second. The limit on position ids does not bound their
+# number: 100 blanks are one token.
 MAX_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has the same time for both.
 CLOCK_TICK_NS = 2 * 10**9
 
-# Reading so many bytes takes a second, and starting a process a tenth of one.
+# Reading this many bytes takes a second; starting a process takes a tenth of one.
 BYTES_PER_PROCESS = 2**21
 PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
@@ -96,9 +97,8 @@ def check_sources(
     Args:
         processor: A ``ChatGLMProcessor``.
         max_positions: Number of position ids that the model supports.
-        evaluate: Sources to evaluate on; or the share of rows to hold out, which are those with the
-            lowest digests, so that the order of rows does not matter and equal rows are on the same
-            side.
+        evaluate: Sources to evaluate on, or the share of rows to hold out. The rows with the lowest
+            digests are held out: their order does not matter, and equal rows stay together.
         pack_to: Length of a packed sequence, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or skip them.
         image_cache: File that caches the results of image checks; default
@@ -114,7 +114,7 @@ def check_sources(
     eval_sources = () if evaluate is None or isinstance(evaluate, float) else evaluate
     collator = ConversationCollator(processor)
     image_cache = image_cache or default_cache_path()
-    if num_precheck is not None:  # weights are sampling probabilities then
+    if num_precheck is not None:  # streamed rows are sampled by weight
         sources = [replace(source, weight=1.0) for source in sources]
     stored = [(sources, *_read_sources(sources, collator, image_cache, num_precheck))]
     if eval_sources:
@@ -123,8 +123,8 @@ def check_sources(
     paths = [path for *_, rows in stored for path in _image_paths(rows)]
     images = _check_images(paths, image_cache)
     results = [
-        _SourceRows(*item, *_find_problems(item[0], item[2], images, max_positions, pack_to))
-        for item in stored
+        _SourceRows(read, files, rows, *_find_problems(read, rows, images, max_positions, pack_to))
+        for read, files, rows in stored
     ]
     _report_problems(results, on_bad)
     checked, *rest = [
@@ -165,8 +165,8 @@ def _read_sources(
     image_cache: Path | None,
     num_precheck: int | None = None,
 ) -> tuple[list[FileStamp], StoredRows]:
-    """Return stamps of the sources' files, and their rows (or the first ones), read and
-    measured."""
+    """Read and measure the rows of sources, or the first ones; return stamps of the files, and the
+    rows."""
     streamed = num_precheck is not None
     files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
     folder = image_cache and image_cache.parent

@@ -31,7 +31,7 @@ from .stored_rows import (
     write_stored,
 )
 
-MAX_NAMES = 10_000  # that are looked at in a folder
+MAX_NAMES = 10_000  # names to look at in a folder
 CHECK_VERSION = 8
 """Raised with each change of the checks, after which images that passed before may fail."""
 
@@ -208,8 +208,8 @@ class CheckedData:
         return ConversationDataset(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
-        """Write this to a JSON file, and the rows to an Arrow file beside it; return a copy that
-        reads from there."""
+        """Write the rows to an Arrow file, and the rest to a JSON file beside it; return a copy
+        that reads its rows from there."""
         stored, content = self._written(path, path.with_suffix(".arrow"))
         write_atomically(path, json.dumps(content | {"version": CHECK_VERSION}))
         return stored
@@ -261,9 +261,11 @@ class CheckedData:
 
 
 def _images_warning(source: DataSource, without: int, number: int) -> str | None:
-    """Return a warning about ``without`` of ``number`` samples that have no image, if other
-    samples have one, an ignored key looks like one of images, or there are images in the
-    source's folder."""
+    """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
+
+    There is a warning if other samples have an image, the image column is empty, an ignored key
+    looks like one of images, or the source's folder contains images.
+    """
     text = f"{without:,} of {number:,} samples have no image"
     if without == number and source.columns and "image" in source.columns:
         return f"{text}: the image column of data.columns is empty"

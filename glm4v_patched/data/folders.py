@@ -120,8 +120,8 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _real_roots(path: str) -> list[str]:
-    """Return the folder; for a snapshot in the Hub's cache also the blobs that its files link
-    to."""
+    """Return where files may be: in the folder and, for a snapshot in the Hub's cache, among the
+    blobs that its files link to."""
     real = Path(os.path.realpath(path))
     parents = (folder.parent for folder in (real, *real.parents) if folder.name == "snapshots")
     hub_folders = (

@@ -114,8 +114,8 @@ IGNORED_TURN_KEYS = ("source",)
 
 
 def find_format(row: Mapping) -> str | None:
-    """Return the format that a row's keys identify, or the one that has all of its keys, or
-    None."""
+    """Return the format whose identifying keys a row has; else the one that knows all of the row's
+    keys and whose first identifying key is among them; else None."""
     for name, row_format in ROW_FORMATS.items():
         if {*row_format.needs} <= row.keys():
             return name

@@ -221,8 +221,8 @@ def _draft_message(message: Any) -> Draft:
 
 
 def _train_flag(message: dict) -> dict:
-    """Return ``{"train": False}`` if the turn is not supervised, under whichever key; else
-    nothing."""
+    """Return ``{"train": False}`` if any of :data:`TRAIN_FLAGS` says that the turn is not
+    supervised; else an empty dict."""
     flags = [key for key in TRAIN_FLAGS if key in message]
     if len(flags) > 1:
         raise ValueError(f"has {' and '.join(flags)}, which mean the same: keep one of them")

@@ -23,8 +23,7 @@ DATA_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES, *CSV_SUFFIXES)
 COMPRESSED = (".gz", ".zst", ".bz2")
 LLAMA_FACTORY_INFO = "dataset_info.json"
 """The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
-writes
-a different file of this name."""
+writes a different file of this name."""
 SAVE_TO_DISK_FILES = ("state.json", "dataset_dict.json")
 """Files that ``save_to_disk`` of ``datasets`` writes: for a single set, and for several splits."""
 FOLDER_CURE = (
@@ -89,7 +88,7 @@ def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the lower-case suffix of a file's name, leaving out one of compression."""
+    """Return the lower-case suffix of a file's name, without that of a compression (``.gz``)."""
     name = str(path).lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)

@@ -28,8 +28,8 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
-"""Keys of a batch: problems of rows that were dropped from it, one line each with the location; and
-why a source cannot be read further, which must end the run."""
+"""Keys of a batch: problems of rows that were dropped from it, each with the row's location, and the
+reasons why sources cannot be read further, which must end the run."""
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -105,9 +105,9 @@ class StreamDataset(IterableDataset):
             yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
     def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
-        """Yield the rows of a pass, and problems at their positions: a row that is corrected, or
-        that only one worker cannot download, moves no other row. If the source cannot be read
-        further, repeat that problem without end."""
+        """Yield the rows of a pass, with problems in place of unusable rows: the other rows stay
+        where they are if such a row is corrected, or if only one worker cannot download it. If the
+        source cannot be read further, repeat that problem without end."""
         process, num_processes = self.shard
         location, has_ended = source.path, True
         problem = (

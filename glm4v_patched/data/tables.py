@@ -50,13 +50,13 @@ MAX_BYTES_PER_READ = 2**27
 MAX_DICTIONARY_BYTES = 2**22
 """Row groups up to this size keep texts in lists dictionary-encoded."""
 MAX_ROW_BYTES = 2**30
-"""One image may have 2**29."""
+"""An image in the row may have 2**29."""
 MAX_ROW_VALUES = 2**24
-"""In the lists of a row, or in a column of a small Parquet file."""
+"""Values in the lists of a row, or in a column of a small Parquet file."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 """Values, and unpacked bytes, per byte of the file; only repetition exceeds these."""
 MAX_STATE_BYTES = 2**24
-ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # in custom metadata
+ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -275,8 +275,9 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     largest = _check_parquet_size(path, metadata)
     batch_size = min(max(MAX_BYTES_PER_READ // max(largest, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times. Not in
-    # large row groups, which small files do not have: it takes time, and Arrow reads at most 2 GiB.
+    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times.
+    # Large row groups, which small files cannot have, are decoded: dictionaries are slower, and
+    # Arrow reads at most 2 GiB of them.
     in_lists = [
         column.path
         for column in columns
@@ -343,8 +344,11 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether a batch is compressed. pyarrow does not expose it: in Message.fbs it is field
-    3 of a record batch, which is field 2 of its message, or field 1 of the dictionary there."""
+    """Return whether a batch is compressed, which pyarrow does not expose.
+
+    In Message.fbs, field 2 of a message is its record batch or dictionary batch, field 1 of a
+    dictionary batch is its record batch, and field 3 of a record batch is its compression.
+    """
     content = message.metadata.to_pybytes()
 
     def read(kind: str, at: int) -> int:

@@ -66,7 +66,7 @@ LINE_KINDS = ("JSON lines", "CSV")
 CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 """Values of cells that are not names of columns: numbers and dates."""
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
-"""Characters of a column's name; others in the only name are taken for the delimiter."""
+"""Characters of a column's name. In an only name, any other character is taken for the delimiter."""
 
 
 class RowProblem(NamedTuple):

@@ -51,7 +51,7 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
     Without a GPU, the CPU is used.
 
     Raises:
-        RecipeError: there are GPUs, but fewer than ``processes``.
+        PlacementError: There are GPUs, but fewer than ``processes``.
     """
     gpus = find_gpus()
     if device is None and not gpus.devices:
@@ -71,8 +71,8 @@ def run_demo(out: Path, placement: Placement, steps: int) -> dict:
         steps: Training steps.
 
     Raises:
-        ValueError: a file in ``out`` would be overwritten that no demo has written.
-        RuntimeError: training cannot run or failed.
+        ValueError: The demo would overwrite a file in ``out`` that no demo has written.
+        RuntimeError: Training cannot run or failed.
     """
     require_deepspeed()
     with locked(out):

@@ -1,6 +1,6 @@
 """Checks of the versions of Python and of installed packages.
 
-They are read from the metadata that pip installed; no package is imported.
+Versions are read from the metadata that pip installed; no package is imported.
 """
 
 import platform
@@ -19,7 +19,8 @@ from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 DISTRIBUTION = "glm4v-patched"
-# If a version of one of these is outside the range of another one, errors occur far from the cause.
+# Packages that require versions of each other; for a version outside of such a range, errors occur
+# far from the cause.
 INTERDEPENDENT_PACKAGES = [
     "torch",
     "transformers",

@@ -4,8 +4,8 @@
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-It replaces ms-swift's own model type ``chatglm4v``, of glm-4v and cogagent-9b, which fits the
-published code only; that is renamed to ``chatglm4v_of_swift``.
+It replaces ms-swift's own model type ``chatglm4v`` (glm-4v and cogagent-9b), which fits only the
+published code and is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy

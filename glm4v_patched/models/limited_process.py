@@ -144,7 +144,7 @@ def render(options: dict[str, Any]) -> Any:
 
 
 def match_patterns(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
-    """Compare patterns with names, each by the function of ``re`` named before it."""
+    """Match all names with each pattern, which is a pair of a function of ``re`` and its regex."""
     for function, pattern in patterns:
         compiled = re.compile(pattern)
         for name in names:

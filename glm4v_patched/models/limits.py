@@ -27,7 +27,7 @@ SETTINGS_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_confi
 SETTINGS_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
 SETTINGS_FILES += ["tokenizer_config.json"]
 TEMPLATE_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
-RANKS_FILE = "tokenizer.model"
+RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
 # Keys that make transformers read other files in place of these.
 OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
 OTHER_FILE_KEYS |= {"tokenizer_object"}
@@ -77,8 +77,8 @@ TOKENIZER_SETTINGS |= dict.fromkeys(
 NAMED_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
 TOKENIZER_SETTINGS |= {f"{name}_token": TOKEN_CHECK for name in NAMED_TOKENS}
 ID_CHECK = (lambda value: type(value) is int and value >= 0, "the id of a token")
-# The function by which peft compares each key's patterns with module names, and what it puts around
-# a pattern; lists of the first two keys are names.
+# For each key of peft's config: the function of ``re`` by which peft matches module names, and the
+# pattern that it puts around the key's own. Lists under the first two keys contain plain names.
 PEFT_PATTERNS = {
     "target_modules": ("fullmatch", "{}"),
     "exclude_modules": ("fullmatch", "{}"),
@@ -222,16 +222,15 @@ def require_adapters(base: ModelSource) -> None:
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about peft's own use of transformers, and missing names
+            # peft warns of its own use of transformers, and of missing names.
+            warnings.simplefilter("ignore")
             settings = LoraConfig.from_pretrained(str(base.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # The sizes of others are the model's; loading reports those that are missing.
+    # Other weights have the model's sizes; loading reports missing weights.
     expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
     mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
     if mismatched:
