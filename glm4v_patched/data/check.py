@@ -137,8 +137,8 @@ def check_sources(
         rest[0], sources=tuple(replace(source, weight=1.0) for source in rest[0].sources)
     )
     _require_train_and_eval(checked, evaluated, eval_share)
-    option = [source.path for source in eval_sources] if eval_share is None else eval_share
-    return replace(checked, eval=evaluated, eval_option=option)
+    eval_option = [source.path for source in eval_sources] if eval_share is None else eval_share
+    return replace(checked, eval=evaluated, eval_option=eval_option)
 
 
 def require_images(path: str | Path | DataSource, image_cache: Path | None = None) -> None:
@@ -149,8 +149,8 @@ def require_images(path: str | Path | DataSource, image_cache: Path | None = Non
     """
     rows = [row for row in iter_rows(path, for_training=False) if isinstance(row, ConversationRow)]
     paths = [path for row in rows for path in row.images]
-    images = _check_images(paths, image_cache or default_cache_path())
-    results = [(row.line, _find_images_problem(row.images, images)) for row in rows]
+    checks = _check_images(paths, image_cache or default_cache_path())
+    results = [(row.line, _find_images_problem(row.images, checks)) for row in rows]
     if problems := [RowProblem(line, text) for line, text in results if text is not None]:
         text = describe_problems(path, problems, len(rows))
         raise ValueError(f"{text}\n{ROWS_CURE}")
@@ -207,14 +207,14 @@ def _measured_batches(
 def num_reading_processes(sources: DataSources) -> int:
     """Return how many processes read the sources: one per core for large text files. Tables and
     downloaded images are read by threads of one process."""
-    enough_work = 0
+    useful_processes = 0
     for source in sources:
         path = Path(source.path)
         is_text = source.is_local and path.is_file() and file_kind(path) != "table"
         if source.allow_urls or not is_text:
             return 1
-        enough_work += path.stat().st_size // BYTES_PER_PROCESS
-    return max(1, min(cores(), enough_work))
+        useful_processes += path.stat().st_size // BYTES_PER_PROCESS
+    return max(1, min(cores(), useful_processes))
 
 
 def _store_in_processes(
@@ -324,7 +324,7 @@ def _require_rows_of_each(sources: DataSources, rows: StoredRows) -> None:
 def _find_problems(
     sources: DataSources,
     rows: StoredRows,
-    images: dict[str, ImageCheck],
+    checks: dict[str, ImageCheck],
     max_positions: int,
     pack_to: int | None,
 ) -> tuple[list[list[RowProblem]], list[int]]:
@@ -333,7 +333,7 @@ def _find_problems(
     usable = []
     columns = ("source", "line", "problem", "images", *SampleSize._fields)
     for row, (source, line, problem, paths, *size) in enumerate(iter_values(rows, *columns)):
-        problem = problem or _find_images_problem(paths, images)
+        problem = problem or _find_images_problem(paths, checks)
         problem = problem or find_size_problem(
             len(paths), SampleSize(*size), max_positions, pack_to
         )
@@ -369,7 +369,7 @@ def _report_problems(results: list[_SourceRows], on_bad: Literal["fail", "skip"]
 
 def _split_held_out(
     result: _SourceRows,
-    images: dict[str, ImageCheck],
+    checks: dict[str, ImageCheck],
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
@@ -378,7 +378,7 @@ def _split_held_out(
     rows = result.rows.select(result.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:
-        held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, images)]
+        held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, checks)]
     skipped = sum(map(len, result.problems))
     for is_eval in (False, True)[: 1 if eval_share is None else 2]:
         selected = rows.select(np.flatnonzero(held_out == is_eval))
@@ -388,7 +388,7 @@ def _split_held_out(
             files=tuple(result.files),
             pack_to=pack_to,
             rows=selected,
-            images=tuple(FileStamp(path, *images[path][:4]) for path in paths),
+            images=tuple(FileStamp(path, *checks[path][:4]) for path in paths),
             skipped=0 if is_eval else skipped,
         )
 
@@ -427,21 +427,21 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
     keys = {path: _image_key(path) for path in paths}
     checks: dict[str, ImageCheck] = {}
     unsaved: dict[str, Any] = {}
-    sure_before = time.time_ns() - CLOCK_TICK_NS
+    cacheable_before = time.time_ns() - CLOCK_TICK_NS
     with closing(ImageCheckCache(image_cache)) as cache:
-        known = cache.get([*keys.values()])
+        cached = cache.get([*keys.values()])
         for path, key in keys.items():
-            times, (*cached_times, sha256) = file_times(path), known.get(key, [""])
+            times, (*cached_times, sha256) = file_times(path), cached.get(key, [""])
             if times == tuple(cached_times):
                 checks[path] = ImageCheck(*times, sha256, None)
-        new = [path for path in keys if path not in checks]
-        new_checks = check_image_files(new)
-        bar = tqdm(new_checks, "decoding images", len(new), disable=None, delay=1)
+        uncached = [path for path in keys if path not in checks]
+        new_checks = check_image_files(uncached)
+        bar = tqdm(new_checks, "decoding images", len(uncached), disable=None, delay=1)
         # Close explicitly: otherwise the threads stay alive as long as the generator.
         with closing(new_checks):
-            for path, check in zip(new, bar, strict=True):
+            for path, check in zip(uncached, bar, strict=True):
                 checks[path] = check
-                if check.problem is None and max(check.mtime_ns, check.ctime_ns) < sure_before:
+                if check.problem is None and max(check.mtime_ns, check.ctime_ns) < cacheable_before:
                     unsaved[keys[path]] = check[:4]
                 if len(unsaved) == CACHE_WRITE_INTERVAL:
                     cache.put(unsaved)
@@ -455,8 +455,8 @@ def _image_key(path: str) -> str:
     return f"image {CHECK_VERSION} {PIL.__version__} {name}"
 
 
-def _find_images_problem(paths: list[str], images: dict[str, ImageCheck]) -> str | None:
-    problems = (describe_image_problem(path, images[path]) for path in paths)
+def _find_images_problem(paths: list[str], checks: dict[str, ImageCheck]) -> str | None:
+    problems = (describe_image_problem(path, checks[path]) for path in paths)
     return next(filter(None, problems), None)
 
 

@@ -210,19 +210,19 @@ class CheckedData:
     def write(self, path: Path) -> "CheckedData":
         """Write the rows to an Arrow file, and the rest to a JSON file beside it; return a copy
         that reads its rows from there."""
-        stored, content = self._written(path, path.with_suffix(".arrow"))
+        stored, content = self._write_rows(path, path.with_suffix(".arrow"))
         write_atomically(path, json.dumps(content | {"version": CHECK_VERSION}))
         return stored
 
-    def _written(self, path: Path, rows: Path) -> tuple["CheckedData", dict[str, Any]]:
+    def _write_rows(self, path: Path, rows_path: Path) -> tuple["CheckedData", dict[str, Any]]:
         names = ("files", "pack_to", "images", "skipped", "eval_option")
         content = {name: getattr(self, name) for name in names}
         content["sources"] = [asdict(source) for source in self.sources]
-        content["rows"] = [rows.name, len(self.rows)]
-        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows)), None
+        content["rows"] = [rows_path.name, len(self.rows)]
+        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows_path)), None
         if self.eval is not None:
             eval_rows = path.with_name(f"{path.stem}_eval.arrow")
-            evaluated, content["eval"] = self.eval._written(path, eval_rows)
+            evaluated, content["eval"] = self.eval._write_rows(path, eval_rows)
             stored = replace(stored, eval=evaluated)
         return stored, content
 
@@ -260,18 +260,18 @@ class CheckedData:
         return cls(**content | fields)
 
 
-def _images_warning(source: DataSource, without: int, number: int) -> str | None:
+def _images_warning(source: DataSource, num_without: int, num_samples: int) -> str | None:
     """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
 
     There is a warning if other samples have an image, the image column is empty, an ignored key
     looks like one of images, or the source's folder contains images.
     """
-    text = f"{without:,} of {number:,} samples have no image"
-    if without == number and source.columns and "image" in source.columns:
+    text = f"{num_without:,} of {num_samples:,} samples have no image"
+    if num_without == num_samples and source.columns and "image" in source.columns:
         return f"{text}: the image column of data.columns is empty"
     if ignored := [key for key in source.ignore if IMAGE_KEY_RE.fullmatch(key)]:
         return f"{text}, and data.ignore drops {listed(ignored)}"
-    if without < number:
+    if num_without < num_samples:
         return text
     folder = image_folder_of(source)
     images = (name for name in _names_in(folder) if name.lower().endswith(IMAGE_SUFFIXES))

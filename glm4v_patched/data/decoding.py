@@ -42,8 +42,8 @@ def check_image_file(path: str) -> ImageCheck:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size > MAX_IMAGE_BYTES:
-                size = f"{status.st_size:,} bytes; expected at most {MAX_IMAGE_BYTES:,}"
-                return UNREAD_IMAGE._replace(problem=f"has {size}: {SHRINK_CURE}")
+                excess = f"{status.st_size:,} bytes; expected at most {MAX_IMAGE_BYTES:,}"
+                return UNREAD_IMAGE._replace(problem=f"has {excess}: {SHRINK_CURE}")
             content = file.read()
     except FileNotFoundError:
         return UNREAD_IMAGE._replace(problem="does not exist")

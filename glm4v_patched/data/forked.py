@@ -28,26 +28,26 @@ def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> Non
         RuntimeError: A process was killed, or its error cannot be pickled.
     """
     context = multiprocessing.get_context("fork")
-    counted = context.Value("q", 0)
+    num_finished = context.Value("q", 0)
     children = []
     try:
         for number in range(processes):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run, args=(work, number, counted, sender), daemon=True
+                target=_run, args=(work, number, num_finished, sender), daemon=True
             )
             process.start()
             sender.close()
             children.append((process, receiver))
-        seen = 0
+        num_reported = 0
         running: dict[Any, Any] = {receiver: process for process, receiver in children}
         while running:
             ready: list[Any] = wait(list(running), POLL_SECONDS)
             for receiver in ready:
                 _join(running.pop(receiver), receiver)
-            now = counted.value
-            advance(now - seen)
-            seen = now
+            current = num_finished.value
+            advance(current - num_reported)
+            num_reported = current
     finally:
         for process, _ in children:
             process.kill()
@@ -69,13 +69,13 @@ def _join(process: Any, receiver: Any) -> None:
         raise error
 
 
-def _run(work: Work, number: int, counted: "Synchronized[int]", sender: Any) -> None:
+def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any) -> None:
     # Each process has one core, so that threads of tokenizers would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def report(items: int) -> None:
-        with counted.get_lock():
-            counted.value += items
+        with num_finished.get_lock():
+            num_finished.value += items
 
     error: Exception | None = None
     try:

@@ -257,7 +257,7 @@ def _turns_of(
             refuse_keys(unnamed, sorted(named), "a turn", more=IGNORE_CURE)
             return _question_and_answer(turn, columns)
         if isinstance(turn, dict):
-            return [_turn(turn) if "from" in turn else turn]
+            return [_message_of_turn(turn) if "from" in turn else turn]
         if isinstance(turn, list) and len(turn) == 2:
             return _exchange(*(turn if turn[1] is not None else turn[:1]))
         expected = '{"from": "human", "value": "..."} or [question, answer]'
@@ -266,7 +266,7 @@ def _turns_of(
     return sum(read_each(turns, "turn", read_turn, f" of {name}"), [])
 
 
-def _turn(turn: dict) -> dict:
+def _message_of_turn(turn: dict) -> dict:
     refuse_keys((k for k in turn if k not in TRAIN_FLAGS), ("from", "value"), "a turn", TURN_CURES)
     if "value" not in turn:
         raise ValueError('the key "value" is missing')

@@ -401,8 +401,10 @@ def _check_turns(messages: list[dict], for_training: bool) -> None:
             f"ends with a message of {roles[-1]}; expected one of the assistant, to train on"
         )
     for index, (previous, role) in enumerate(zip([None, *roles], roles, strict=False)):
-        calls = any(message.get("metadata") for message in messages[max(index - 1, 0) : index + 1])
-        if role in NEXT_ROLES[previous] or (previous == role == "assistant" and calls):
+        has_tool_call = any(
+            message.get("metadata") for message in messages[max(index - 1, 0) : index + 1]
+        )
+        if role in NEXT_ROLES[previous] or (previous == role == "assistant" and has_tool_call):
             continue
         where = "at the beginning" if previous is None else f"after one of {previous}"
         cure = "; join the two" if previous == role else ""

@@ -141,8 +141,8 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
     ).split(os.sep)
     folder_names = os.path.realpath(folder).split(os.sep)
     return any(
-        matches_pattern(folder_names, pattern_names[:n])
-        for n in range(len(literal_names), len(pattern_names) + 1)
+        matches_pattern(folder_names, pattern_names[:length])
+        for length in range(len(literal_names), len(pattern_names) + 1)
     )
 
 
@@ -237,11 +237,11 @@ def _make_sources(item: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
             raise ValueError(
                 f"{describe_value(name)} is not a field of a data set; expected {', '.join(names)}"
             )
-        is_right, expected = FIELD_CHECKS.get(name, (_is_printable_text, "text"))
+        is_valid, expected = FIELD_CHECKS.get(name, (_is_printable_text, "text"))
         if name == "columns":
             if problem := find_columns_problem(value):
                 raise ValueError(f"columns {problem}")
-        elif not is_right(value):
+        elif not is_valid(value):
             raise ValueError(f"{name} is {describe_value(value)}; expected {expected}")
     if "path" not in item:
         raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")

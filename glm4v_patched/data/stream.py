@@ -28,7 +28,7 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
-"""Keys of a batch: problems of rows that were dropped from it, each with the row's location, and the
+"""Keys of a batch: problems of rows that were dropped from it, each with its location, and the
 reasons why sources cannot be read further, which must end the run."""
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
@@ -76,12 +76,12 @@ class StreamDataset(IterableDataset):
     def __iter__(self) -> Iterator[StreamedRow]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        for index, row in enumerate(islice(self._mixed(), self.start, None)):
+        for index, row in enumerate(islice(self._mix_sources(), self.start, None)):
             if index // self.batch_size % num_workers == worker:
                 yield row
 
-    def _mixed(self) -> Iterator[StreamedRow]:
-        streams = [self._passes(number) for number in range(len(self.sources))]
+    def _mix_sources(self) -> Iterator[StreamedRow]:
+        streams = [self._endless_passes(number) for number in range(len(self.sources))]
         weights = np.array([source.weight for source in self.sources])
         generator = np.random.default_rng([self.seed, self.shard[0]])
         while True:
@@ -90,7 +90,7 @@ class StreamDataset(IterableDataset):
                 number = generator.choice(len(streams), p=weights / weights.sum())
             yield next(streams[number])
 
-    def _passes(self, number: int) -> Iterator[StreamedRow]:
+    def _endless_passes(self, number: int) -> Iterator[StreamedRow]:
         source = self.sources[number]
         for epoch in count():
             generator = np.random.default_rng([self.seed, self.shard[0], number, epoch])

@@ -272,8 +272,8 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path, memory_map=True)
-    largest = _check_parquet_size(path, metadata)
-    batch_size = min(max(MAX_BYTES_PER_READ // max(largest, 1), 1), MAX_ROWS_PER_READ)
+    largest_group = _check_parquet_size(path, metadata)
+    batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
     # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times.
     # Large row groups, which small files cannot have, are decoded: dictionaries are slower, and
@@ -282,7 +282,7 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
         column.path
         for column in columns
         if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
-        if largest <= MAX_DICTIONARY_BYTES
+        if largest_group <= MAX_DICTIONARY_BYTES
     ]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
         yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(batch_size), classes)
@@ -372,13 +372,13 @@ def _is_compressed(message: Any) -> bool:
 def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
     """Yield batches after checking that their rows are in proportion to the file's size, and that
     their offsets stay inside of their own bytes, which Arrow does not check."""
-    size, rows = os.path.getsize(path), 0
-    max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
+    file_bytes, num_rows = os.path.getsize(path), 0
+    max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * file_bytes)
     for batch in batches:
-        rows += batch.num_rows
-        if rows > max_rows:
+        num_rows += batch.num_rows
+        if num_rows > max_rows:
             raise ValueError(
-                f"{path} has {size:,} bytes and {rows:,} rows or more; expected at most "
+                f"{path} has {file_bytes:,} bytes and {num_rows:,} rows or more; expected at most "
                 f"{max_rows:,}: write the table again, in smaller parts"
             )
         batch.validate(full=True)

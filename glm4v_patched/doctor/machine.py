@@ -126,8 +126,8 @@ def _check_disk(name: str, folder: Path, needed: int, variable: str) -> Finding:
         variable: Environment variable that moves the folder.
     """
     cure = f"set {variable} to a folder on a larger disk"
-    if fault := find_folder_problem(str(folder)):
-        return Finding(f"disk: {name}", FAILS, f"{folder}: {fault}", cure)
+    if problem := find_folder_problem(str(folder)):
+        return Finding(f"disk: {name}", FAILS, f"{folder}: {problem}", cure)
     free = shutil.disk_usage(nearest_existing(str(folder))).free
     text = f"{format_bytes(free)} are free in {folder}"
     if free >= needed:

@@ -72,20 +72,20 @@ def _check_requirements() -> Iterator[Finding]:
 
 
 def _check_requirement(requirement: Requirement) -> Finding:
-    name, range_ = requirement.name, requirement.specifier
-    cure = pip_install(f"{name}{range_}")
+    name, supported = requirement.name, requirement.specifier
+    cure = pip_install(f"{name}{supported}")
     if (text := _installed_version(name)) is None:
         return Finding(name, FAILS, "it is not installed", cure)
     installed = Version(text)
-    if range_.contains(installed, prereleases=True):
+    if supported.contains(installed, prereleases=True):
         return Finding(name, OK, str(installed))
     is_older = any(
         specifier.operator in (">=", "==", ">") and not specifier.contains(installed)
-        for specifier in range_
+        for specifier in supported
     )
     # Training refuses to start with untested versions of DeepSpeed, whose private names change.
     verdict: Any = FAILS if is_older or name == "deepspeed" else WARNING
-    tested = str(range_) or "any version"
+    tested = str(supported) or "any version"
     return Finding(name, verdict, f"{installed} is installed, tested with {tested}", cure)
 
 

@@ -36,7 +36,7 @@ OTHER_FILE_KEYS |= {"tokenizer_object"}
 MAX_ADDED_TOKENS, MAX_TOKEN_CHARACTERS, MAX_RANK_LINE_BYTES = 2**14, 256, 2**11
 # Allowed types in a tokenizer.json; others can lengthen a text without limit, or run for ever.
 NORMALIZERS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
-SPLITS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
+PRE_TOKENIZERS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
 
 
 def _is_token(value: Any) -> bool:
@@ -147,9 +147,8 @@ def require_settings(location: str, revision: str) -> None:
 
 
 @lru_cache
-def _require_setting(path: Path, changed: int) -> None:
-    """Check one file; cached by its mtime ``changed``, because reading a vocabulary takes a
-    second."""
+def _require_setting(path: Path, mtime_ns: int) -> None:
+    """Check one file; cached by its mtime, because reading a vocabulary takes a second."""
     values = read_json_object(path)
     if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
         raise ValueError(
@@ -167,7 +166,7 @@ def _require_setting(path: Path, changed: int) -> None:
         check_setting_types(values, dict.fromkeys(values, ID_CHECK), str(path))
     if path.name == "tokenizer.json":
         _require_known_types(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
-        _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)
+        _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), PRE_TOKENIZERS)
 
 
 def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
@@ -248,7 +247,7 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
     """Compare the regular expressions of adapters with the names of all modules in the limited
     process, as peft will when it loads them."""
     config = read_json_object(path)
-    for key, (function, around) in PEFT_PATTERNS.items():
+    for key, (function, wrapper) in PEFT_PATTERNS.items():
         value, patterns = config.get(key), []
         if isinstance(value, str):
             patterns = [value]
@@ -258,7 +257,7 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
             continue
         try:
             LIMITED_PROCESS.run(
-                "match", [(function, around.format(pattern)) for pattern in patterns], modules
+                "match", [(function, wrapper.format(pattern)) for pattern in patterns], modules
             )
         except LimitExceeded as error:
             raise ValueError(
