@@ -60,7 +60,7 @@ BYTES_PER_PROCESS = 2**21
 PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
 DataSources = Sequence[DataSource]
-# Shared: constructing one takes longer than encoding a row.
+# Shared, because constructing an encoder takes longer than encoding a row.
 ROW_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 

@@ -162,18 +162,18 @@ class CheckedData:
             rows = np.flatnonzero(source_numbers == number)
             without = rows[num_images[rows] == 0]
             if len(without) and (text := _images_warning(source, len(without), len(rows))):
-                yield f"{source.path}: {text}{self._first_of(without)}"
+                yield f"{source.path}: {text}{self._first_location(without)}"
             with_words = rows[has_media_words[rows]]
             if len(with_words):
                 yield (
                     f"{source.path}: {len(with_words):,} of {len(rows):,} samples contain words "
                     "such as <video>, <audio> or <box>, which the model reads as text: it gets no "
-                    f"video, sound or box for them{self._first_of(with_words)}"
+                    f"video, sound or box for them{self._first_location(with_words)}"
                 )
         if self.eval is not None and not isinstance(self.eval_option, float):
             yield from self.eval.find_warnings()
 
-    def _first_of(self, rows: np.ndarray) -> str:
+    def _first_location(self, rows: np.ndarray) -> str:
         row = self.rows[int(rows[0])]
         return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 

@@ -95,7 +95,7 @@ class TowerFeatures:
         self.folder = None if folder is None else Path(folder)
         self._weights: str | None = None
         self._computation: dict | None = None
-        self._missing: dict[int, str] = {}
+        self._missing: dict[int, str] = {}  # names of images by row of the batch
         self._has_begun = False
         # A folder is opened only after the tower has shown how it computes.
         self._store: _FeatureMemory | _FeatureFolder | None = None

@@ -111,7 +111,7 @@ def open_image(content: bytes, formats: Collection[str] | None = None) -> Image.
     file = CountedFile(content)
     image = Image.open(file)
     file.reads_left = math.inf  # some decoders read byte by byte
-    # Pillow's own ``formats`` is not used: later decoding would not know it.
+    # Not by Pillow's ``formats``: code that opens the bytes later takes the first format that fits.
     if formats is not None and image.format not in formats:
         raise ValueError(f"it is {image.format}; expected {', '.join(formats)}: convert it to PNG")
     return image

@@ -344,15 +344,13 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether a batch is compressed, which pyarrow does not expose.
-
-    In Message.fbs, field 2 of a message is its record batch or dictionary batch, field 1 of a
-    dictionary batch is its record batch, and field 3 of a record batch is its compression.
-    """
+    """Return whether a batch is compressed, which pyarrow does not expose. By Message.fbs, field 2
+    of a message is a record or dictionary batch, field 1 of a dictionary batch is its record
+    batch, and field 3 of a record batch is its compression."""
     content = message.metadata.to_pybytes()
 
-    def read(kind: str, at: int) -> int:
-        return struct.unpack_from(kind, content, at)[0]
+    def read(format_code: str, position: int) -> int:
+        return struct.unpack_from(format_code, content, position)[0]
 
     def field(table: int, number: int) -> int:
         """Return the offset of a field of a FlatBuffers table; 0 if the table lacks it."""
@@ -360,8 +358,8 @@ def _is_compressed(message: Any) -> bool:
         offset = read("<H", vtable + slot) if slot < read("<H", vtable) else 0
         return offset and table + offset
 
-    def follow(at: int) -> int:
-        return at + read("<I", at)
+    def follow(position: int) -> int:
+        return position + read("<I", position)
 
     batch = follow(field(follow(0), 2))
     if message.type == "dictionary":
@@ -531,8 +529,8 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
         yield row | names
 
 
-def _decoded(location: str, kind: str, content: bytes) -> Any:
-    decode = ARCHIVE_DECODERS.get(kind.rpartition(".")[2].lower())
+def _decoded(location: str, suffix: str, content: bytes) -> Any:
+    decode = ARCHIVE_DECODERS.get(suffix.rpartition(".")[2].lower())
     try:
         return decode(content) if decode else content
     except (ValueError, RecursionError) as error:

@@ -53,7 +53,7 @@ MAX_KEYS = 2**20
 TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
 MAX_DOCUMENT_CHARACTERS = 2**28
 """In a JSON array or object, all of which is in memory."""
-BLANK = re.compile(r"[ \t\r\n]*")
+BLANKS_RE = re.compile(r"[ \t\r\n]*")
 KNOWN_ROW_KEYS = {
     "image",
     *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
@@ -441,7 +441,7 @@ class _JsonDocument:
 
     def next_character(self) -> str:
         """Return the next character that is not blank; empty at the end."""
-        blank = BLANK.match(self.text, self.position)
+        blank = BLANKS_RE.match(self.text, self.position)
         assert blank is not None  # the match may be empty
         self.position = blank.end()
         return self.text[self.position : self.position + 1]

@@ -161,11 +161,11 @@ def require_readable(model: str, revision: str | None = None) -> None:
     """
     from transformers.utils import cached_file
 
-    kinds = ("missing_entries", "connection_errors", "gated_repo")
-    silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    exceptions = ("missing_entries", "connection_errors", "gated_repo")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in exceptions}
     readers = {"config.json": _read_config, "generation_config.json": _read_generation_config}
     for name, read in readers.items():
-        if file := cached_file(model, name, revision=revision, **silent):
+        if file := cached_file(model, name, revision=revision, **options):
             values = read_json_object(Path(file))
             try:
                 read(values)
