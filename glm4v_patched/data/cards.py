@@ -22,20 +22,11 @@ MAX_COMPARISONS = 10_000_000
 """Number of files times the number of patterns that they are compared with."""
 LINE_END_RE = re.compile(r"\r\n?|\n")
 KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "description", "version"]
-"""Keys of a subset's config that choose files, or do not affect what is read here."""
-KNOWN_CONFIG_KEYS += [
-    "features",
-    "drop_labels",
-    "drop_metadata",
-    "sep",
-    "delimiter",
-    "encoding",
-    "columns",
-]
-KNOWN_CONFIG_KEYS += ["field"]
-"""Keys of a subset that choose files, or that change nothing of what is read here."""
+KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
+KNOWN_CONFIG_KEYS += ["columns", "field"]
+"""Keys of a subset's config that choose files, or that do not affect how files are read here."""
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-YAML_TRUE = ("true", "True", "YAML_TRUE")
+YAML_TRUE = ("true", "True", "TRUE")
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
@@ -81,9 +72,9 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
         patterns = _patterns_of_config(where, config["data_files"])
         chosen_patterns = patterns[choose_split(folder, patterns, split)]
         split_files = _files_of_patterns(folder, files, where, chosen_patterns)
-    chosen = config.get("config_name", name or "default")
+    subset = config.get("config_name", name or "default")
     return Subset(
-        [prefix + file for file in split_files], _classes_of_card(card.get("dataset_info"), chosen)
+        [prefix + file for file in split_files], _classes_of_card(card.get("dataset_info"), subset)
     )
 
 
@@ -181,13 +172,13 @@ def _patterns_of_config(where: str, data_files: Any) -> dict[str, list[Any]]:
 def _files_of_patterns(
     folder: Folder, files: list[str], where: str, patterns: list[Any]
 ) -> list[str]:
-    known, compared = {*files}, 0
+    known, num_compared = {*files}, 0
     chosen: dict[str, None] = {}
     for pattern in patterns:
         matching = [pattern] if _expect_text(pattern, where) in known else None
         if matching is None:
-            compared += len(files)
-            if compared > MAX_COMPARISONS:
+            num_compared += len(files)
+            if num_compared > MAX_COMPARISONS:
                 raise ValueError(
                     f"{where} has {len(patterns):,} paths for {len(files):,} files; expected "
                     f"at most {MAX_COMPARISONS:,} comparisons: write fewer patterns"
@@ -222,26 +213,26 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
         by_name = {name: [file for split, file in shards if split == name] for name in names}
         return {name: shard_files for name, shard_files in by_name.items() if shard_files}
     # The keywords are searched in the names of folders first, then in those of files.
-    for end in (f"(?:{SEPARATOR}[^/]*)?/.*", f"{SEPARATOR}[^/]*"):
+    for rest_re in (f"(?:{SEPARATOR}[^/]*)?/.*", f"{SEPARATOR}[^/]*"):
         by_name = {}
         for split, words in SPLIT_KEYWORDS.items():
-            split_re = re.compile(f"(?:.*/)?(?:[^/]*{SEPARATOR})?(?:{words}){end}", re.DOTALL)
+            split_re = re.compile(f"(?:.*/)?(?:[^/]*{SEPARATOR})?(?:{words}){rest_re}", re.DOTALL)
             by_name[split] = [file for file in files if split_re.fullmatch(file)]
         if any(by_name.values()):
             return {split: split_files for split, split_files in by_name.items() if split_files}
     return {"train": files}
 
 
-def _classes_of_card(info: Any, config: str) -> dict[str, list[str]]:
+def _classes_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]:
     """Return the class names that ``dataset_info`` of a card gives to numeric columns."""
     classes = {}
-    for item in info if isinstance(info, list) else [info]:
-        if not isinstance(item, dict) or item.get("config_name", config) != config:
+    for item in dataset_info if isinstance(dataset_info, list) else [dataset_info]:
+        if not isinstance(item, dict) or item.get("config_name", subset) != subset:
             continue
         features = item.get("features")
         for feature in features if isinstance(features, list) else ():
-            kind = feature.get("dtype") if isinstance(feature, dict) else None
-            label = kind.get("class_label") if isinstance(kind, dict) else None
+            dtype = feature.get("dtype") if isinstance(feature, dict) else None
+            label = dtype.get("class_label") if isinstance(dtype, dict) else None
             names = label.get("names") if isinstance(label, dict) else None
             if isinstance(names, dict):  # keyed by numbers as text
                 names = [names[key] for key in sorted(names, key=lambda key: (len(str(key)), key))]

@@ -49,17 +49,18 @@ from .workers import cores
 
 # Images between two writes, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Tokenizing them takes a second. With one token per 100 blanks they would fit into 8,192 positions.
+# Tokenizing this many characters takes a second. The limit on position ids does not bound their
+# number: 100 blanks are one token.
 MAX_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has the same time for both.
 CLOCK_TICK_NS = 2 * 10**9
 
-# Reading so many bytes takes a second, and starting a process a tenth of one.
+# Reading this many bytes takes a second; starting a process takes a tenth of one.
 BYTES_PER_PROCESS = 2**21
 PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
 DataSources = Sequence[DataSource]
-# Shared: constructing one takes longer than encoding a row.
+# Shared, because constructing an encoder takes longer than encoding a row.
 ROW_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -96,9 +97,8 @@ def check_sources(
     Args:
         processor: A ``ChatGLMProcessor``.
         max_positions: Number of position ids that the model supports.
-        evaluate: Sources to evaluate on; or the share of rows to hold out, which are those with the
-            lowest digests, so that the order of rows does not matter and equal rows are on the same
-            side.
+        evaluate: Sources to evaluate on, or the share of rows to hold out. The rows with the lowest
+            digests are held out: their order does not matter, and equal rows stay together.
         pack_to: Length of a packed sequence, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or skip them.
         image_cache: File that caches the results of image checks; default
@@ -114,7 +114,7 @@ def check_sources(
     eval_sources = () if evaluate is None or isinstance(evaluate, float) else evaluate
     collator = ConversationCollator(processor)
     image_cache = image_cache or default_cache_path()
-    if num_precheck is not None:  # weights are sampling probabilities then
+    if num_precheck is not None:  # streamed rows are sampled by weight
         sources = [replace(source, weight=1.0) for source in sources]
     stored = [(sources, *_read_sources(sources, collator, image_cache, num_precheck))]
     if eval_sources:
@@ -123,8 +123,8 @@ def check_sources(
     paths = [path for *_, rows in stored for path in _image_paths(rows)]
     images = _check_images(paths, image_cache)
     results = [
-        _SourceRows(*item, *_find_problems(item[0], item[2], images, max_positions, pack_to))
-        for item in stored
+        _SourceRows(read, files, rows, *_find_problems(read, rows, images, max_positions, pack_to))
+        for read, files, rows in stored
     ]
     _report_problems(results, on_bad)
     checked, *rest = [
@@ -137,8 +137,8 @@ def check_sources(
         rest[0], sources=tuple(replace(source, weight=1.0) for source in rest[0].sources)
     )
     _require_train_and_eval(checked, evaluated, eval_share)
-    option = [source.path for source in eval_sources] if eval_share is None else eval_share
-    return replace(checked, eval=evaluated, eval_option=option)
+    eval_option = [source.path for source in eval_sources] if eval_share is None else eval_share
+    return replace(checked, eval=evaluated, eval_option=eval_option)
 
 
 def require_images(path: str | Path | DataSource, image_cache: Path | None = None) -> None:
@@ -149,8 +149,8 @@ def require_images(path: str | Path | DataSource, image_cache: Path | None = Non
     """
     rows = [row for row in iter_rows(path, for_training=False) if isinstance(row, ConversationRow)]
     paths = [path for row in rows for path in row.images]
-    images = _check_images(paths, image_cache or default_cache_path())
-    results = [(row.line, _find_images_problem(row.images, images)) for row in rows]
+    checks = _check_images(paths, image_cache or default_cache_path())
+    results = [(row.line, _find_images_problem(row.images, checks)) for row in rows]
     if problems := [RowProblem(line, text) for line, text in results if text is not None]:
         text = describe_problems(path, problems, len(rows))
         raise ValueError(f"{text}\n{ROWS_CURE}")
@@ -165,8 +165,8 @@ def _read_sources(
     image_cache: Path | None,
     num_precheck: int | None = None,
 ) -> tuple[list[FileStamp], StoredRows]:
-    """Return stamps of the sources' files, and their rows (or the first ones), read and
-    measured."""
+    """Read and measure the rows of sources, or the first ones; return stamps of the files, and the
+    rows."""
     streamed = num_precheck is not None
     files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
     folder = image_cache and image_cache.parent
@@ -207,14 +207,14 @@ def _measured_batches(
 def num_reading_processes(sources: DataSources) -> int:
     """Return how many processes read the sources: one per core for large text files. Tables and
     downloaded images are read by threads of one process."""
-    enough_work = 0
+    useful_processes = 0
     for source in sources:
         path = Path(source.path)
         is_text = source.is_local and path.is_file() and file_kind(path) != "table"
         if source.allow_urls or not is_text:
             return 1
-        enough_work += path.stat().st_size // BYTES_PER_PROCESS
-    return max(1, min(cores(), enough_work))
+        useful_processes += path.stat().st_size // BYTES_PER_PROCESS
+    return max(1, min(cores(), useful_processes))
 
 
 def _store_in_processes(
@@ -324,7 +324,7 @@ def _require_rows_of_each(sources: DataSources, rows: StoredRows) -> None:
 def _find_problems(
     sources: DataSources,
     rows: StoredRows,
-    images: dict[str, ImageCheck],
+    checks: dict[str, ImageCheck],
     max_positions: int,
     pack_to: int | None,
 ) -> tuple[list[list[RowProblem]], list[int]]:
@@ -333,7 +333,7 @@ def _find_problems(
     usable = []
     columns = ("source", "line", "problem", "images", *SampleSize._fields)
     for row, (source, line, problem, paths, *size) in enumerate(iter_values(rows, *columns)):
-        problem = problem or _find_images_problem(paths, images)
+        problem = problem or _find_images_problem(paths, checks)
         problem = problem or find_size_problem(
             len(paths), SampleSize(*size), max_positions, pack_to
         )
@@ -369,7 +369,7 @@ def _report_problems(results: list[_SourceRows], on_bad: Literal["fail", "skip"]
 
 def _split_held_out(
     result: _SourceRows,
-    images: dict[str, ImageCheck],
+    checks: dict[str, ImageCheck],
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
@@ -378,7 +378,7 @@ def _split_held_out(
     rows = result.rows.select(result.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:
-        held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, images)]
+        held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, checks)]
     skipped = sum(map(len, result.problems))
     for is_eval in (False, True)[: 1 if eval_share is None else 2]:
         selected = rows.select(np.flatnonzero(held_out == is_eval))
@@ -388,7 +388,7 @@ def _split_held_out(
             files=tuple(result.files),
             pack_to=pack_to,
             rows=selected,
-            images=tuple(FileStamp(path, *images[path][:4]) for path in paths),
+            images=tuple(FileStamp(path, *checks[path][:4]) for path in paths),
             skipped=0 if is_eval else skipped,
         )
 
@@ -427,21 +427,21 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
     keys = {path: _image_key(path) for path in paths}
     checks: dict[str, ImageCheck] = {}
     unsaved: dict[str, Any] = {}
-    sure_before = time.time_ns() - CLOCK_TICK_NS
+    cacheable_before = time.time_ns() - CLOCK_TICK_NS
     with closing(ImageCheckCache(image_cache)) as cache:
-        known = cache.get([*keys.values()])
+        cached = cache.get([*keys.values()])
         for path, key in keys.items():
-            times, (*cached_times, sha256) = file_times(path), known.get(key, [""])
+            times, (*cached_times, sha256) = file_times(path), cached.get(key, [""])
             if times == tuple(cached_times):
                 checks[path] = ImageCheck(*times, sha256, None)
-        new = [path for path in keys if path not in checks]
-        new_checks = check_image_files(new)
-        bar = tqdm(new_checks, "decoding images", len(new), disable=None, delay=1)
+        uncached = [path for path in keys if path not in checks]
+        new_checks = check_image_files(uncached)
+        bar = tqdm(new_checks, "decoding images", len(uncached), disable=None, delay=1)
         # Close explicitly: otherwise the threads stay alive as long as the generator.
         with closing(new_checks):
-            for path, check in zip(new, bar, strict=True):
+            for path, check in zip(uncached, bar, strict=True):
                 checks[path] = check
-                if check.problem is None and max(check.mtime_ns, check.ctime_ns) < sure_before:
+                if check.problem is None and max(check.mtime_ns, check.ctime_ns) < cacheable_before:
                     unsaved[keys[path]] = check[:4]
                 if len(unsaved) == CACHE_WRITE_INTERVAL:
                     cache.put(unsaved)
@@ -455,8 +455,8 @@ def _image_key(path: str) -> str:
     return f"image {CHECK_VERSION} {PIL.__version__} {name}"
 
 
-def _find_images_problem(paths: list[str], images: dict[str, ImageCheck]) -> str | None:
-    problems = (describe_image_problem(path, images[path]) for path in paths)
+def _find_images_problem(paths: list[str], checks: dict[str, ImageCheck]) -> str | None:
+    problems = (describe_image_problem(path, checks[path]) for path in paths)
     return next(filter(None, problems), None)
 
 

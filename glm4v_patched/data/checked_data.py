@@ -31,7 +31,7 @@ from .stored_rows import (
     write_stored,
 )
 
-MAX_NAMES = 10_000  # that are looked at in a folder
+MAX_NAMES = 10_000  # names to look at in a folder
 CHECK_VERSION = 8
 """Raised with each change of the checks, after which images that passed before may fail."""
 
@@ -162,18 +162,18 @@ class CheckedData:
             rows = np.flatnonzero(source_numbers == number)
             without = rows[num_images[rows] == 0]
             if len(without) and (text := _images_warning(source, len(without), len(rows))):
-                yield f"{source.path}: {text}{self._first_of(without)}"
+                yield f"{source.path}: {text}{self._first_location(without)}"
             with_words = rows[has_media_words[rows]]
             if len(with_words):
                 yield (
                     f"{source.path}: {len(with_words):,} of {len(rows):,} samples contain words "
                     "such as <video>, <audio> or <box>, which the model reads as text: it gets no "
-                    f"video, sound or box for them{self._first_of(with_words)}"
+                    f"video, sound or box for them{self._first_location(with_words)}"
                 )
         if self.eval is not None and not isinstance(self.eval_option, float):
             yield from self.eval.find_warnings()
 
-    def _first_of(self, rows: np.ndarray) -> str:
+    def _first_location(self, rows: np.ndarray) -> str:
         row = self.rows[int(rows[0])]
         return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 
@@ -208,21 +208,21 @@ class CheckedData:
         return ConversationDataset(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
-        """Write this to a JSON file, and the rows to an Arrow file beside it; return a copy that
-        reads from there."""
-        stored, content = self._written(path, path.with_suffix(".arrow"))
+        """Write the rows to an Arrow file, and the rest to a JSON file beside it; return a copy
+        that reads its rows from there."""
+        stored, content = self._write_rows(path, path.with_suffix(".arrow"))
         write_atomically(path, json.dumps(content | {"version": CHECK_VERSION}))
         return stored
 
-    def _written(self, path: Path, rows: Path) -> tuple["CheckedData", dict[str, Any]]:
+    def _write_rows(self, path: Path, rows_path: Path) -> tuple["CheckedData", dict[str, Any]]:
         names = ("files", "pack_to", "images", "skipped", "eval_option")
         content = {name: getattr(self, name) for name in names}
         content["sources"] = [asdict(source) for source in self.sources]
-        content["rows"] = [rows.name, len(self.rows)]
-        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows)), None
+        content["rows"] = [rows_path.name, len(self.rows)]
+        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows_path)), None
         if self.eval is not None:
             eval_rows = path.with_name(f"{path.stem}_eval.arrow")
-            evaluated, content["eval"] = self.eval._written(path, eval_rows)
+            evaluated, content["eval"] = self.eval._write_rows(path, eval_rows)
             stored = replace(stored, eval=evaluated)
         return stored, content
 
@@ -260,16 +260,18 @@ class CheckedData:
         return cls(**content | fields)
 
 
-def _images_warning(source: DataSource, without: int, number: int) -> str | None:
-    """Return a warning about ``without`` of ``number`` samples that have no image, if other
-    samples have one, an ignored key looks like one of images, or there are images in the
-    source's folder."""
-    text = f"{without:,} of {number:,} samples have no image"
-    if without == number and source.columns and "image" in source.columns:
+def _images_warning(source: DataSource, num_without: int, num_samples: int) -> str | None:
+    """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
+
+    There is a warning if other samples have an image, the image column is empty, an ignored key
+    looks like one of images, or the source's folder contains images.
+    """
+    text = f"{num_without:,} of {num_samples:,} samples have no image"
+    if num_without == num_samples and source.columns and "image" in source.columns:
         return f"{text}: the image column of data.columns is empty"
     if ignored := [key for key in source.ignore if IMAGE_KEY_RE.fullmatch(key)]:
         return f"{text}, and data.ignore drops {listed(ignored)}"
-    if without < number:
+    if num_without < num_samples:
         return text
     folder = image_folder_of(source)
     images = (name for name in _names_in(folder) if name.lower().endswith(IMAGE_SUFFIXES))

@@ -55,14 +55,14 @@ class ConversationCollator:
     def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
         """Return ``input_ids``, ``attention_mask`` and ``labels`` ``(B, L)``, padded on the right,
         and ``pixel_values`` if there is an image."""
-        rows, images = self.encode(conversations)
-        length = max(map(len, rows))
+        sequences, images = self.encode(conversations)
+        length = max(map(len, sequences))
         batch = {
-            "input_ids": [row + [self.end_id] * (length - len(row)) for row in rows],
-            "attention_mask": [[1] * len(row) + [0] * (length - len(row)) for row in rows],
+            "input_ids": [ids + [self.end_id] * (length - len(ids)) for ids in sequences],
+            "attention_mask": [[1] * len(ids) + [0] * (length - len(ids)) for ids in sequences],
             "labels": [
-                self.labels(row, conversation) + [IGNORE_INDEX] * (length - len(row))
-                for row, conversation in zip(rows, conversations, strict=True)
+                self.labels(ids, conversation) + [IGNORE_INDEX] * (length - len(ids))
+                for ids, conversation in zip(sequences, conversations, strict=True)
             ],
         }
         return {name: torch.tensor(values) for name, values in batch.items()} | images
@@ -95,12 +95,12 @@ class ConversationCollator:
 
     def measure(self, conversations: list[list[dict]]) -> list[SampleSize]:
         """Return the size of each conversation; images are not opened."""
-        rows = self.processor.tokenizer.encode_chats(
+        sequences = self.processor.tokenizer.encode_chats(
             [drop_train_flags(conversation) for conversation in conversations],
             chat_template=self.processor.chat_template,
         )["input_ids"]
         sizes = []
-        for ids, conversation in zip(rows, conversations, strict=True):
+        for ids, conversation in zip(sequences, conversations, strict=True):
             ids = [*ids, self.end_id]
             images = ids.count(self.image_id)
             # In unexpanded prompts, one placeholder stands for all tokens inside of an image.

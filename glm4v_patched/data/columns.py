@@ -1,9 +1,9 @@
 """The columns of a row that are its question, answer and images (``data.columns``). Needs no torch.
 
-A value is the name of a column (``answer``; ``json.answer`` and ``captions.0`` are inside of one),
-or a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``).
-Text without a column contains a blank or another character that no plain name has. A list stands
-for several: lines of a question, some of which a row may lack; or images.
+A value is the name of a column (``answer``), a path into one (``json.answer``, ``captions.0``), or
+a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``). Text
+without braces must contain a blank or another character that names of columns lack. A list gives
+the lines of a question, some of which a row may lack, or several images.
 """
 
 import re
@@ -25,8 +25,7 @@ TOOL_COLUMNS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 EMPTY_CELL = object()
-"""Marks an empty cell: a table has each column in each row, and a row whose cell is empty counts as
-having no such key."""
+"""Marks an empty cell, whose key the row counts as lacking: a table has each column in each row."""
 
 Columns = Mapping[str, Any]
 
@@ -156,7 +155,7 @@ def _parse_template(template: str) -> list[tuple[str, str | None, str]]:
 
 
 def _plain_column(template: str) -> str | None:
-    """Return the column, if a template is just the name of one."""
+    """Return the column that a template merely names; None for other templates."""
     (literal, column, width), *more = _parse_template(template)
     return None if literal or width or more else column
 
@@ -181,7 +180,7 @@ def images_of_columns(row: dict, names: str | list[str] | None) -> list:
 
 
 def is_blank_value(value: Any) -> bool:
-    """Return whether a value is null or empty text, or contains nothing else."""
+    """Return whether a value is null, empty text or bytes, or contains only such values."""
     if isinstance(value, (dict, list)):
         return all(map(is_blank_value, value.values() if isinstance(value, dict) else value))
     return value is None or value == "" or value == b""

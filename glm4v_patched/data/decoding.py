@@ -14,7 +14,7 @@ from .image_limits import SHRINK_CURE, TooLargeError, count_decoded_pixels, open
 from .workers import cores
 
 MAX_PIXELS = 120 * 10**6
-"""More than the 108 megapixels of phone cameras; decoded, they take half a gigabyte."""
+"""More than the 108 megapixels of phone cameras; decoded, these pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
 MAX_THREADS = 32  # more would wait for the GIL
 IMAGES_PER_SUBMIT = 1000
@@ -42,13 +42,13 @@ def check_image_file(path: str) -> ImageCheck:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size > MAX_IMAGE_BYTES:
-                size = f"{status.st_size:,} bytes; expected at most {MAX_IMAGE_BYTES:,}"
-                return UNREAD_IMAGE._replace(problem=f"has {size}: {SHRINK_CURE}")
+                excess = f"{status.st_size:,} bytes; expected at most {MAX_IMAGE_BYTES:,}"
+                return UNREAD_IMAGE._replace(problem=f"has {excess}: {SHRINK_CURE}")
             content = file.read()
     except FileNotFoundError:
         return UNREAD_IMAGE._replace(problem="does not exist")
     except (OSError, ValueError, MemoryError) as error:
-        # Without the name, which may be very long.
+        # strerror leaves out the name of the file, which may be very long.
         reason = getattr(error, "strerror", None) or error
         return UNREAD_IMAGE._replace(problem=f"cannot be read: {reason}")
     digest = hashlib.sha256(content).hexdigest()
@@ -78,7 +78,7 @@ def find_image_problem(content: bytes) -> str | None:
 
     if not content:
         return "is empty: it has 0 bytes; copy it again"
-    # Not restored: threads must not change the filters temporarily.
+    # Never restored: all threads share the filters.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with open_image(content) as image:

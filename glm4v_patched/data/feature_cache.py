@@ -95,7 +95,7 @@ class TowerFeatures:
         self.folder = None if folder is None else Path(folder)
         self._weights: str | None = None
         self._computation: dict | None = None
-        self._missing: dict[int, str] = {}
+        self._missing: dict[int, str] = {}  # names of images by row of the batch
         self._has_begun = False
         # A folder is opened only after the tower has shown how it computes.
         self._store: _FeatureMemory | _FeatureFolder | None = None
@@ -126,10 +126,10 @@ class TowerFeatures:
         cached = [None if self._store is None else self._store.get(name) for name in names]
         self._missing = {row: name for row, name in enumerate(names) if cached[row] is None}
         device = batch["input_ids"].device
-        if self._on_every_process(not self._missing, device):
+        if self._every_process_has_all(not self._missing, device):
             batch.pop("pixel_values", None)
             hits = [features for features in cached if features is not None]
-            batch["image_features"] = self._stacked(hits, device)
+            batch["image_features"] = self._stack(hits, device)
         return batch
 
     def keep(self, outputs) -> None:
@@ -187,14 +187,14 @@ class TowerFeatures:
                 "(model.transformer.vision.requires_grad_(False)), or do not reuse features"
             )
 
-    def _on_every_process(self, has_all: bool, device: torch.device) -> bool:
+    def _every_process_has_all(self, has_all: bool, device: torch.device) -> bool:
         if not must_run_on_every_process(self.tower):
             return has_all
         vote = torch.tensor(int(has_all), device=device)
         torch.distributed.all_reduce(vote, ReduceOp.MIN)
         return bool(vote)
 
-    def _stacked(self, features: list[Tensor], device: torch.device) -> Tensor:
+    def _stack(self, features: list[Tensor], device: torch.device) -> Tensor:
         if not features:
             return torch.empty(0, *self._feature_shape, device=device)
         return torch.stack([tensor.to(device, non_blocking=True) for tensor in features])
@@ -202,15 +202,15 @@ class TowerFeatures:
     def _note_computation(self, tower: nn.Module, inputs: tuple[Tensor]) -> None:
         # Read inside of forward: a wrapper may enter autocast only there.
         (pixels,) = inputs
-        kind = pixels.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        device = pixels.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self._computation = {
             "pixels": str(pixels.dtype),
             "autocast": str(autocast),
             "matmul": torch.get_float32_matmul_precision(),
             "device": torch.cuda.get_device_name(pixels.device)
             if pixels.is_cuda
-            else f"{kind} {torch.backends.cpu.get_cpu_capability()}",
+            else f"{device} {torch.backends.cpu.get_cpu_capability()}",
         }
         self._hook.remove()
 
@@ -271,33 +271,33 @@ class _FeatureFolder:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def _title(self, name: str) -> str:
+    def _tensor_name(self, name: str) -> str:
         return f"image {name} by tower {self.folder.name}"
 
     def get(self, name: str) -> Tensor | None:
-        path, title = self._path(name), self._title(name)
+        path, tensor_name = self._path(name), self._tensor_name(name)
         try:
             # Not mapped: a mapped file that shrinks meanwhile kills the process.
             tensors = load(path.read_bytes())
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError) as error:
-            self._ignore(path, error)
+            self._warn(path, error)
             return None
-        if list(tensors) != [title]:
-            self._ignore(path, f"it contains {list(tensors)}; expected {[title]}")
+        if list(tensors) != [tensor_name]:
+            self._warn(path, f"it contains {list(tensors)}; expected {[tensor_name]}")
             return None
-        features = tensors[title]
+        features = tensors[tensor_name]
         if tuple(features.shape) != self.shape:
-            self._ignore(path, f"its shape is {tuple(features.shape)}; expected {self.shape}")
+            self._warn(path, f"its shape is {tuple(features.shape)}; expected {self.shape}")
             return None
         return features
 
-    def _ignore(self, path: Path, reason) -> None:
+    def _warn(self, path: Path, reason) -> None:
         logger.warning("%s is not used, and its features are computed again: %s", path, reason)
 
     def put(self, name: str, features_KD: Tensor) -> None:
-        content = save({self._title(name): features_KD.cpu().contiguous()})
+        content = save({self._tensor_name(name): features_KD.cpu().contiguous()})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path(name), content)
@@ -336,10 +336,10 @@ def digest_weights(module: nn.Module) -> str:
 
 
 def _require_readable_weights(tower: nn.Module) -> None:
-    number = sum(isinstance(module, FullyShardedDataParallel) for module in tower.modules())
-    if number:
+    wrapped = sum(isinstance(module, FullyShardedDataParallel) for module in tower.modules())
+    if wrapped:
         raise ValueError(
-            f"{number} modules of the tower are wrapped by FullyShardedDataParallel, which does "
+            f"{wrapped} modules of the tower are wrapped by FullyShardedDataParallel, which does "
             "not give complete weights: use ZeRO-3 or fully_shard, or no folder"
         )
 

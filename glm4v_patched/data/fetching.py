@@ -74,25 +74,25 @@ def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
     if port not in PORTS:
         expected = ", ".join(map(str, PORTS))
         raise ValueError(f"its port is {port}; expected one of {expected}: {DOWNLOAD_CURE}")
-    kind = _Https if url_parts.scheme == "https" else _Http
+    connection_class = _Https if url_parts.scheme == "https" else _Http
     # Some hosts refuse Python's default user agent.
     headers = {"User-Agent": "glm4v-patched", "Connection": "close"}
     target = quote(url_parts.path or "/", safe="/%:@!$&'()*+,;=~")
     target += f"?{quote(url_parts.query, safe='/%:@!$&()*+,;=~?[]')}" if url_parts.query else ""
     remaining = max(deadline - time.monotonic(), 0)
     timeout = min(remaining, RESPONSE_TIMEOUT) or 1e-3  # 0 means non-blocking
-    with closing(kind(url_parts.hostname, port, timeout=timeout)) as connection:
-        watch = threading.Timer(remaining, connection.cut_off)
-        watch.daemon = True
-        watch.start()
+    with closing(connection_class(url_parts.hostname, port, timeout=timeout)) as connection:
+        timer = threading.Timer(remaining, connection.cut_off)
+        timer.daemon = True
+        timer.start()
         try:
             connection.request("GET", target, headers=headers)
             with connection.getresponse() as response:
                 return _read_response(response, max_bytes)
         finally:
-            watch.cancel()
-            if connection.handle is not None:
-                connection.handle.close()
+            timer.cancel()
+            if connection.socket_copy is not None:
+                connection.socket_copy.close()
             if time.monotonic() >= deadline:
                 raise TimeoutError
 
@@ -118,8 +118,8 @@ def _read_response(response: http.client.HTTPResponse, max_bytes: int) -> tuple[
 class _Http(http.client.HTTPConnection):
     """Connects only to public addresses of its host."""
 
-    handle: socket.socket | None = None
-    is_over = False
+    socket_copy: socket.socket | None = None
+    is_cut_off = False
 
     def connect(self) -> None:
         addresses = public_addresses(self.host, self.port)
@@ -128,19 +128,19 @@ class _Http(http.client.HTTPConnection):
                 self.sock = socket.create_connection(address, self.timeout)
                 break
             except OSError:
-                if number == len(addresses) or self.is_over:
+                if number == len(addresses) or self.is_cut_off:
                     raise
         # A second descriptor of the connection, which neither TLS nor http.client closes.
-        self.handle = self.sock.dup()
-        if self.is_over:
+        self.socket_copy = self.sock.dup()
+        if self.is_cut_off:
             self.cut_off()
 
     def cut_off(self) -> None:
         """End the connection from another thread, even while it blocks."""
-        self.is_over = True
-        if self.handle is not None:
+        self.is_cut_off = True
+        if self.socket_copy is not None:
             with suppress(OSError):
-                self.handle.shutdown(socket.SHUT_RDWR)
+                self.socket_copy.shutdown(socket.SHUT_RDWR)
 
 
 class _Https(http.client.HTTPSConnection, _Http):

@@ -73,17 +73,17 @@ class HubFolder(Folder):
 
         info = HfApi().dataset_info(repository, revision=revision)
         self.path, self.commit = repository, info.sha
-        self._all = {sibling.rfilename for sibling in info.siblings or ()}
-        self.files = sorted(file for file in self._all if not _is_hidden(file))
+        self._all_files = {sibling.rfilename for sibling in info.siblings or ()}
+        self.files = sorted(file for file in self._all_files if not _is_hidden(file))
 
     def has(self, file: str) -> bool:
-        return file in self._all
+        return file in self._all_files
 
     def local_path(self, file: str) -> str:
         from huggingface_hub import hf_hub_download
 
         file = posixpath.normpath(file)
-        if file not in self._all:
+        if file not in self._all_files:
             raise ValueError(f"{self.path} has no file {file!r}")
         return hf_hub_download(self.path, file, repo_type="dataset", revision=self.commit)
 
@@ -120,8 +120,8 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _real_roots(path: str) -> list[str]:
-    """Return the folder; for a snapshot in the Hub's cache also the blobs that its files link
-    to."""
+    """Return where files may be: in the folder and, for a snapshot in the Hub's cache, among the
+    blobs that its files link to."""
     real = Path(os.path.realpath(path))
     parents = (folder.parent for folder in (real, *real.parents) if folder.name == "snapshots")
     hub_folders = (

@@ -14,40 +14,40 @@ Work = Callable[[int, Callable[[int], None]], None]
 
 
 def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> None:
-    """Run ``work(number, report)`` in so many processes, and wait for all.
+    """Run ``work(number, report)`` in ``processes`` forked processes, and wait for all.
 
-    A fork has what this process has imported and loaded, at once; a new interpreter would import
-    torch first. The children start no threads that this process would have had to stop.
+    A fork starts with everything that this process has imported and loaded; a new interpreter would
+    import torch first. The children use no threads of this process, which a fork does not copy.
 
     Args:
         work: Takes the number of its process, from 0, and a function that counts finished items.
         advance: Is called here with the number of items finished since the last call.
 
     Raises:
-        Exception: the first one of a process, as it was raised there.
-        RuntimeError: a process was killed.
+        Exception: The first error that a process raised.
+        RuntimeError: A process was killed, or its error cannot be pickled.
     """
     context = multiprocessing.get_context("fork")
-    counted = context.Value("q", 0)
+    num_finished = context.Value("q", 0)
     children = []
     try:
         for number in range(processes):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_run, args=(work, number, counted, sender), daemon=True
+                target=_run, args=(work, number, num_finished, sender), daemon=True
             )
             process.start()
             sender.close()
             children.append((process, receiver))
-        seen = 0
+        num_reported = 0
         running: dict[Any, Any] = {receiver: process for process, receiver in children}
         while running:
             ready: list[Any] = wait(list(running), POLL_SECONDS)
             for receiver in ready:
                 _join(running.pop(receiver), receiver)
-            now = counted.value
-            advance(now - seen)
-            seen = now
+            current = num_finished.value
+            advance(current - num_reported)
+            num_reported = current
     finally:
         for process, _ in children:
             process.kill()
@@ -55,7 +55,7 @@ def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> Non
 
 
 def _join(process: Any, receiver: Any) -> None:
-    """Wait for a process that ended, or is about to; raise what it raised."""
+    """Wait for a process that has ended or is ending; raise its error, if any."""
     try:
         error = receiver.recv()
     except EOFError:
@@ -69,13 +69,13 @@ def _join(process: Any, receiver: Any) -> None:
         raise error
 
 
-def _run(work: Work, number: int, counted: "Synchronized[int]", sender: Any) -> None:
-    # A child of this process may not share the cores among threads once more.
+def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any) -> None:
+    # Each process has one core, so that threads of tokenizers would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def report(items: int) -> None:
-        with counted.get_lock():
-            counted.value += items
+        with num_finished.get_lock():
+            num_finished.value += items
 
     error: Exception | None = None
     try:

@@ -114,8 +114,8 @@ IGNORED_TURN_KEYS = ("source",)
 
 
 def find_format(row: Mapping) -> str | None:
-    """Return the format that a row's keys identify, or the one that has all of its keys, or
-    None."""
+    """Return the format whose identifying keys a row has; else the one that knows all of the row's
+    keys and whose first identifying key is among them; else None."""
     for name, row_format in ROW_FORMATS.items():
         if {*row_format.needs} <= row.keys():
             return name
@@ -257,7 +257,7 @@ def _turns_of(
             refuse_keys(unnamed, sorted(named), "a turn", more=IGNORE_CURE)
             return _question_and_answer(turn, columns)
         if isinstance(turn, dict):
-            return [_turn(turn) if "from" in turn else turn]
+            return [_message_of_turn(turn) if "from" in turn else turn]
         if isinstance(turn, list) and len(turn) == 2:
             return _exchange(*(turn if turn[1] is not None else turn[:1]))
         expected = '{"from": "human", "value": "..."} or [question, answer]'
@@ -266,7 +266,7 @@ def _turns_of(
     return sum(read_each(turns, "turn", read_turn, f" of {name}"), [])
 
 
-def _turn(turn: dict) -> dict:
+def _message_of_turn(turn: dict) -> dict:
     refuse_keys((k for k in turn if k not in TRAIN_FLAGS), ("from", "value"), "a turn", TURN_CURES)
     if "value" not in turn:
         raise ValueError('the key "value" is missing')

@@ -49,8 +49,8 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file's content has changed or is missing. Touching or renaming it is
-        not a change."""
+        """Return whether the file's content has changed or is missing. A new
+        time alone is not a change."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False
@@ -74,7 +74,7 @@ class ImageFiles:
         allow_urls: Whether images may be downloaded over http(s), from the public internet.
         store: Folder for images that are not files, named by the digest of their bytes; default in
             the user's cache folder. They stay there and are not downloaded again.
-        within: The folder that must contain named files; default anywhere.
+        within: The folder that named files must be in; None allows any.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ImageFiles:
 
     def _stored(self, content: bytes) -> str:
         path = self._store_folder() / hashlib.sha256(content).hexdigest()
-        # Not written again, so that its time stays and its check remains cached.
+        # Writing the file again would change its time, and thereby drop its cached check.
         if path.is_file() and path.stat().st_size == len(content):
             return str(path)
         return self._write(path, content)
@@ -184,7 +184,7 @@ class ImageFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        # Not a problem of the row: with ``data.on_bad: skip`` a full disk would skip rows.
+        # A failed write is no problem of the row, which ``data.on_bad: skip`` would skip.
         with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)

@@ -3,7 +3,7 @@ torch.
 
 Pixels alone do not bound the cost: a resize has a temporary image as high as the input, a
 progressive JPEG decodes all pixels once per scan, and Pillow reads millions of empty segments one
-by one in Python; some formats it decodes in Python altogether.
+by one in Python; it decodes some formats entirely in Python.
 """
 
 import io
@@ -23,7 +23,7 @@ MAX_PARTS = 40_000
 PIXELS_PER_PYTHON_BYTE = 16
 """Decoding a byte in Python takes as long as this many pixels of PNG: 0.7 to 1.2 us."""
 PIXELS_PER_PPM_COMMENT = 2000
-"""In a plain-text PPM, each comment is cut out of a block of 1 MB."""
+"""Cost of a comment in a plain-text PPM, which Pillow cuts out of a block of 1 MB."""
 # Inside of a scan, 0xff is followed by 0 or by the number of a restart marker.
 JPEG_MARKER_RE = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
 SHRINK_CURE = "make it smaller (the model sees 1120 x 1120 pixels)"
@@ -111,7 +111,7 @@ def open_image(content: bytes, formats: Collection[str] | None = None) -> Image.
     file = CountedFile(content)
     image = Image.open(file)
     file.reads_left = math.inf  # some decoders read byte by byte
-    # Pillow's own ``formats`` is not used: later decoding would not know it.
+    # Not by Pillow's ``formats``: code that opens the bytes later takes the first format that fits.
     if formats is not None and image.format not in formats:
         raise ValueError(f"it is {image.format}; expected {', '.join(formats)}: convert it to PNG")
     return image

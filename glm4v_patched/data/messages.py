@@ -221,8 +221,8 @@ def _draft_message(message: Any) -> Draft:
 
 
 def _train_flag(message: dict) -> dict:
-    """Return ``{"train": False}`` if the turn is not supervised, under whichever key; else
-    nothing."""
+    """Return ``{"train": False}`` if any of :data:`TRAIN_FLAGS` says that the turn is not
+    supervised; else an empty dict."""
     flags = [key for key in TRAIN_FLAGS if key in message]
     if len(flags) > 1:
         raise ValueError(f"has {' and '.join(flags)}, which mean the same: keep one of them")
@@ -401,8 +401,10 @@ def _check_turns(messages: list[dict], for_training: bool) -> None:
             f"ends with a message of {roles[-1]}; expected one of the assistant, to train on"
         )
     for index, (previous, role) in enumerate(zip([None, *roles], roles, strict=False)):
-        calls = any(message.get("metadata") for message in messages[max(index - 1, 0) : index + 1])
-        if role in NEXT_ROLES[previous] or (previous == role == "assistant" and calls):
+        has_tool_call = any(
+            message.get("metadata") for message in messages[max(index - 1, 0) : index + 1]
+        )
+        if role in NEXT_ROLES[previous] or (previous == role == "assistant" and has_tool_call):
             continue
         where = "at the beginning" if previous is None else f"after one of {previous}"
         cure = "; join the two" if previous == role else ""

@@ -31,8 +31,8 @@ class MediaPlaceholder(NamedTuple):
         name: What they stand for.
         keys: Regular expression for the keys of a row that contain the content.
         tokens: Regular expression for words that are never meant as text.
-        tags: Regular expression for words that HTML and XML also have: placeholders only at an end
-            of a text, or if the row has such a key.
+        tags: Regular expression for words that HTML and XML also have. They are placeholders only
+            at an end of a text, before numbers, or if the row has one of ``keys``.
         cure: What to write instead.
     """
 
@@ -86,9 +86,9 @@ MEDIA_WORDS_RE = f"{_WORDS_RE}|<(?:bbox_\\d{{1,6}}|region|mask|seg|obj|frame|cli
 
 
 def _compile_certain_pattern(kind: MediaPlaceholder) -> re.Pattern:
-    """Return the pattern of a placeholder in any row: its tokens; and its tags where they begin a
-    text and are not closed, end a text, or have numbers after them. After a word or ``?`` a tag is
-    a type or a group of a program."""
+    """Return the pattern of words that are placeholders whatever keys the row has: all tokens, and
+    tags that begin a text and are not closed, end a text, or precede numbers. In code, a tag after
+    a word is a type (``List<video>``), and one after ``?`` names a group of a regex."""
     positions = (
         rf"\A\s*{kind.tags}(?![\s\S]*</)",
         rf"(?<![\w?:.]){kind.tags}\s*\Z",

@@ -75,8 +75,7 @@ class PackingCollator(ConversationCollator):
     """Concatenates packs of conversations into one sequence, supervised as by
     :class:`ConversationCollator`.
 
-    All packs of a batch become one sequence, which needs no padding and is what flash attention
-    takes.
+    All packs of a batch become one sequence without padding, as flash attention takes it.
     """
 
     def __call__(  # type: ignore[override]  # takes packs of conversations
@@ -85,8 +84,8 @@ class PackingCollator(ConversationCollator):
         """Return ``input_ids``, ``position_ids`` and ``labels`` ``(1, L)``, and ``pixel_values`` if
         there is an image.
 
-        Position ids restart at each conversation; there is no mask, and the model finds the
-        boundaries by them.
+        There is no mask: position ids restart at each conversation, which shows the boundaries to
+        the model.
         """
         conversations = [conversation for pack in packs for conversation in pack]
         sequences, images = self.encode(conversations)

@@ -154,10 +154,10 @@ def iter_rows(
         raise ValueError(f"{source.path}: {problem}")
     reader, number = _RowReader(source, for_training), -1
     for number, (line, row) in enumerate(islice(_raw_rows(source), source.max_samples)):
-        is_own = number % shard[1] == shard[0]
-        if is_own or not reader.has_fixed_format:
+        is_in_shard = number % shard[1] == shard[0]
+        if is_in_shard or not reader.has_fixed_format:
             result = reader.read(line, row)
-            if is_own:
+            if is_in_shard:
                 yield result
     if number < 0:
         raise ValueError(f"{source.path}: it contains 0 rows; expected at least 1")
@@ -208,13 +208,13 @@ class _RowReader:
     def _messages_of(self, row: Any) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f'is {describe_value(row)}; expected {{"messages": [...]}}')
-        messages, images = self._find(row)
+        messages, images = self._messages_and_images(row)
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
         require_no_missing_media(row, checked, self.source, self.files)
         return checked
 
-    def _find(self, raw: dict) -> MessagesAndImages:
+    def _messages_and_images(self, raw: dict) -> MessagesAndImages:
         row = {
             key: value
             for key, value in raw.items()

@@ -23,8 +23,7 @@ DATA_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES, *CSV_SUFFIXES)
 COMPRESSED = (".gz", ".zst", ".bz2")
 LLAMA_FACTORY_INFO = "dataset_info.json"
 """The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
-writes
-a different file of this name."""
+writes a different file of this name."""
 SAVE_TO_DISK_FILES = ("state.json", "dataset_dict.json")
 """Files that ``save_to_disk`` of ``datasets`` writes: for a single set, and for several splits."""
 FOLDER_CURE = (
@@ -89,7 +88,7 @@ def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the lower-case suffix of a file's name, leaving out one of compression."""
+    """Return the lower-case suffix of a file's name, without that of a compression (``.gz``)."""
     name = str(path).lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
@@ -142,8 +141,8 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
     ).split(os.sep)
     folder_names = os.path.realpath(folder).split(os.sep)
     return any(
-        matches_pattern(folder_names, pattern_names[:n])
-        for n in range(len(literal_names), len(pattern_names) + 1)
+        matches_pattern(folder_names, pattern_names[:length])
+        for length in range(len(literal_names), len(pattern_names) + 1)
     )
 
 
@@ -238,11 +237,11 @@ def _make_sources(item: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
             raise ValueError(
                 f"{describe_value(name)} is not a field of a data set; expected {', '.join(names)}"
             )
-        is_right, expected = FIELD_CHECKS.get(name, (_is_printable_text, "text"))
+        is_valid, expected = FIELD_CHECKS.get(name, (_is_printable_text, "text"))
         if name == "columns":
             if problem := find_columns_problem(value):
                 raise ValueError(f"columns {problem}")
-        elif not is_right(value):
+        elif not is_valid(value):
             raise ValueError(f"{name} is {describe_value(value)}; expected {expected}")
     if "path" not in item:
         raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")

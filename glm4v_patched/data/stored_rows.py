@@ -115,8 +115,8 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
     def batches() -> Iterator[pa.RecordBatch]:
         for paths in sources:
             shards = [StoredRows.open(path).table.to_batches() for path in paths]
-            for parallel in zip_longest(*shards):
-                present = [(k, batch) for k, batch in enumerate(parallel) if batch is not None]
+            for group in zip_longest(*shards):
+                present = [(k, batch) for k, batch in enumerate(group) if batch is not None]
                 numbers = [np.arange(len(batch)) * len(paths) + k for k, batch in present]
                 joined = pa.Table.from_batches([batch for _, batch in present])
                 yield from joined.take(np.argsort(np.concatenate(numbers))).to_batches()

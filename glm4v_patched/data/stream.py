@@ -28,8 +28,8 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
-"""Keys of a batch: problems of rows that were dropped from it, one line each with the location; and
-why a source cannot be read further, which must end the run."""
+"""Keys of a batch: problems of rows that were dropped from it, each with its location, and the
+reasons why sources cannot be read further, which must end the run."""
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -76,12 +76,12 @@ class StreamDataset(IterableDataset):
     def __iter__(self) -> Iterator[StreamedRow]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        for index, row in enumerate(islice(self._mixed(), self.start, None)):
+        for index, row in enumerate(islice(self._mix_sources(), self.start, None)):
             if index // self.batch_size % num_workers == worker:
                 yield row
 
-    def _mixed(self) -> Iterator[StreamedRow]:
-        streams = [self._passes(number) for number in range(len(self.sources))]
+    def _mix_sources(self) -> Iterator[StreamedRow]:
+        streams = [self._endless_passes(number) for number in range(len(self.sources))]
         weights = np.array([source.weight for source in self.sources])
         generator = np.random.default_rng([self.seed, self.shard[0]])
         while True:
@@ -90,7 +90,7 @@ class StreamDataset(IterableDataset):
                 number = generator.choice(len(streams), p=weights / weights.sum())
             yield next(streams[number])
 
-    def _passes(self, number: int) -> Iterator[StreamedRow]:
+    def _endless_passes(self, number: int) -> Iterator[StreamedRow]:
         source = self.sources[number]
         for epoch in count():
             generator = np.random.default_rng([self.seed, self.shard[0], number, epoch])
@@ -105,9 +105,9 @@ class StreamDataset(IterableDataset):
             yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
     def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
-        """Yield the rows of a pass, and problems at their positions: a row that is corrected, or
-        that only one worker cannot download, moves no other row. If the source cannot be read
-        further, repeat that problem without end."""
+        """Yield the rows of a pass, with problems in place of unusable rows: the other rows stay
+        where they are if such a row is corrected, or if only one worker cannot download it. If the
+        source cannot be read further, repeat that problem without end."""
         process, num_processes = self.shard
         location, has_ended = source.path, True
         problem = (

@@ -50,13 +50,13 @@ MAX_BYTES_PER_READ = 2**27
 MAX_DICTIONARY_BYTES = 2**22
 """Row groups up to this size keep texts in lists dictionary-encoded."""
 MAX_ROW_BYTES = 2**30
-"""One image may have 2**29."""
+"""An image in the row may have 2**29."""
 MAX_ROW_VALUES = 2**24
-"""In the lists of a row, or in a column of a small Parquet file."""
+"""Values in the lists of a row, or in a column of a small Parquet file."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 """Values, and unpacked bytes, per byte of the file; only repetition exceeds these."""
 MAX_STATE_BYTES = 2**24
-ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # in custom metadata
+ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -272,16 +272,17 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path, memory_map=True)
-    largest = _check_parquet_size(path, metadata)
-    batch_size = min(max(MAX_BYTES_PER_READ // max(largest, 1), 1), MAX_ROWS_PER_READ)
+    largest_group = _check_parquet_size(path, metadata)
+    batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times. Not in
-    # large row groups, which small files do not have: it takes time, and Arrow reads at most 2 GiB.
+    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times.
+    # Large row groups, which small files cannot have, are decoded: dictionaries are slower, and
+    # Arrow reads at most 2 GiB of them.
     in_lists = [
         column.path
         for column in columns
         if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
-        if largest <= MAX_DICTIONARY_BYTES
+        if largest_group <= MAX_DICTIONARY_BYTES
     ]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
         yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(batch_size), classes)
@@ -343,12 +344,13 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether a batch is compressed. pyarrow does not expose it: in Message.fbs it is field
-    3 of a record batch, which is field 2 of its message, or field 1 of the dictionary there."""
+    """Return whether a batch is compressed, which pyarrow does not expose. By Message.fbs, field 2
+    of a message is a record or dictionary batch, field 1 of a dictionary batch is its record
+    batch, and field 3 of a record batch is its compression."""
     content = message.metadata.to_pybytes()
 
-    def read(kind: str, at: int) -> int:
-        return struct.unpack_from(kind, content, at)[0]
+    def read(format_code: str, position: int) -> int:
+        return struct.unpack_from(format_code, content, position)[0]
 
     def field(table: int, number: int) -> int:
         """Return the offset of a field of a FlatBuffers table; 0 if the table lacks it."""
@@ -356,8 +358,8 @@ def _is_compressed(message: Any) -> bool:
         offset = read("<H", vtable + slot) if slot < read("<H", vtable) else 0
         return offset and table + offset
 
-    def follow(at: int) -> int:
-        return at + read("<I", at)
+    def follow(position: int) -> int:
+        return position + read("<I", position)
 
     batch = follow(field(follow(0), 2))
     if message.type == "dictionary":
@@ -368,13 +370,13 @@ def _is_compressed(message: Any) -> bool:
 def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
     """Yield batches after checking that their rows are in proportion to the file's size, and that
     their offsets stay inside of their own bytes, which Arrow does not check."""
-    size, rows = os.path.getsize(path), 0
-    max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
+    file_bytes, num_rows = os.path.getsize(path), 0
+    max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * file_bytes)
     for batch in batches:
-        rows += batch.num_rows
-        if rows > max_rows:
+        num_rows += batch.num_rows
+        if num_rows > max_rows:
             raise ValueError(
-                f"{path} has {size:,} bytes and {rows:,} rows or more; expected at most "
+                f"{path} has {file_bytes:,} bytes and {num_rows:,} rows or more; expected at most "
                 f"{max_rows:,}: write the table again, in smaller parts"
             )
         batch.validate(full=True)
@@ -527,8 +529,8 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
         yield row | names
 
 
-def _decoded(location: str, kind: str, content: bytes) -> Any:
-    decode = ARCHIVE_DECODERS.get(kind.rpartition(".")[2].lower())
+def _decoded(location: str, suffix: str, content: bytes) -> Any:
+    decode = ARCHIVE_DECODERS.get(suffix.rpartition(".")[2].lower())
     try:
         return decode(content) if decode else content
     except (ValueError, RecursionError) as error:

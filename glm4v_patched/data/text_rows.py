@@ -53,7 +53,7 @@ MAX_KEYS = 2**20
 TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
 MAX_DOCUMENT_CHARACTERS = 2**28
 """In a JSON array or object, all of which is in memory."""
-BLANK = re.compile(r"[ \t\r\n]*")
+BLANKS_RE = re.compile(r"[ \t\r\n]*")
 KNOWN_ROW_KEYS = {
     "image",
     *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
@@ -66,7 +66,7 @@ LINE_KINDS = ("JSON lines", "CSV")
 CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 """Values of cells that are not names of columns: numbers and dates."""
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
-"""Characters of a column's name; others in the only name are taken for the delimiter."""
+"""Characters of a column's name. In an only name, another character is taken for the delimiter."""
 
 
 class RowProblem(NamedTuple):
@@ -141,8 +141,8 @@ def _kind_of_json(path: Path) -> str:
         first = next((text for text in lines if text.strip()), "").lstrip()
         if first.startswith("["):
             return "JSON array"
-        continues = first.endswith(("{\n", "[\n"))  # even if the file is called .jsonl
-        if not first.startswith("{") or suffix_of(path) == ".jsonl" and not continues:
+        is_continued = first.endswith(("{\n", "[\n"))  # even if the file is called .jsonl
+        if not first.startswith("{") or suffix_of(path) == ".jsonl" and not is_continued:
             return "JSON lines"
         if not first.endswith("\n"):
             first += file.readline(MAX_CHARACTERS)
@@ -318,15 +318,15 @@ def _find_header_problem(names: list[str]) -> str | None:
     """Return why the first line of a CSV does not look like names of columns, or None."""
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line that Excel adds: remove it"
-    cells = [
+    values = [
         name
         for name in names
         if name.lower().endswith(IMAGE_SUFFIXES) or CELL_VALUE_RE.fullmatch(name)
     ]
     # pandas names columns that have no name by their numbers.
-    if cells != [*map(str, range(len(cells)))]:
+    if values != [*map(str, range(len(values)))]:
         return (
-            f"{quoted(cells[0])} is a value, not the name of a column: add a first line with the "
+            f"{quoted(values[0])} is a value, not the name of a column: add a first line with the "
             "names of the columns, such as image,question,answer"
         )
     delimiter = next((c for c in names[0] if not COLUMN_NAME_CHARACTERS_RE.fullmatch(c)), None)
@@ -344,7 +344,7 @@ def _read_csv(path: Path) -> NumberedRows:
     csv.field_size_limit(MAX_CHARACTERS)
     num_characters, line = 0, 1
 
-    def bounded(file: TextIO) -> Iterator[str]:
+    def read_lines(file: TextIO) -> Iterator[str]:
         nonlocal num_characters
         for text in iter(partial(file.readline, MAX_CHARACTERS), ""):
             num_characters += len(text)
@@ -353,7 +353,7 @@ def _read_csv(path: Path) -> NumberedRows:
             yield text
 
     with open_text(path, newline="") as file:
-        lines = bounded(file)
+        lines = read_lines(file)
         first = next(lines, "")
         delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
@@ -441,7 +441,7 @@ class _JsonDocument:
 
     def next_character(self) -> str:
         """Return the next character that is not blank; empty at the end."""
-        blank = BLANK.match(self.text, self.position)
+        blank = BLANKS_RE.match(self.text, self.position)
         assert blank is not None  # the match may be empty
         self.position = blank.end()
         return self.text[self.position : self.position + 1]

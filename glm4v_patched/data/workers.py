@@ -15,8 +15,7 @@ BYTES_PER_PIXEL = 3 * 4
 NUM_WORKERS, PREFETCH = "dataloader_num_workers", "dataloader_prefetch_factor"
 CONTEXT = "dataloader_multiprocessing_context"
 WITHOUT_WORKERS = {PREFETCH: None, CONTEXT: None, "dataloader_persistent_workers": False}
-"""Values without workers, where torch refuses others: used in place of the recipe's if the machine
-has no core to spare."""
+"""Values that torch requires without workers; they replace the recipe's if no core is to spare."""
 
 
 def loader_options(

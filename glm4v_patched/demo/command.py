@@ -51,7 +51,7 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
     Without a GPU, the CPU is used.
 
     Raises:
-        RecipeError: there are GPUs, but fewer than ``processes``.
+        PlacementError: There are GPUs, but fewer than ``processes``.
     """
     gpus = find_gpus()
     if device is None and not gpus.devices:
@@ -71,8 +71,8 @@ def run_demo(out: Path, placement: Placement, steps: int) -> dict:
         steps: Training steps.
 
     Raises:
-        ValueError: a file in ``out`` would be overwritten that no demo has written.
-        RuntimeError: training cannot run or failed.
+        ValueError: The demo would overwrite a file in ``out`` that no demo has written.
+        RuntimeError: Training cannot run or failed.
     """
     require_deepspeed()
     with locked(out):
@@ -168,11 +168,11 @@ def _answer_in_fresh_process(
 ) -> list[list[str]]:
     """Return the answers to each list of questions by the model in its folder."""
     request_file, reply_file = out / "requests.json", out / "replies.json"
-    listed = [
+    serialized = [
         {"model": str(folder), "prompts": [question.prompt for question in questions]}
         for folder, questions in requests
     ]
-    request_file.write_text(json.dumps(listed))
+    request_file.write_text(json.dumps(serialized))
     command = [sys.executable, str(ANSWER_SCRIPT), str(request_file), str(reply_file)]
     done = subprocess.run(command, check=False)
     if done.returncode:
@@ -184,5 +184,5 @@ def _answer_in_fresh_process(
 
 
 def _accuracy(answers: list[str], questions: list[Question]) -> float:
-    right = [exact_match(a, q.reference or "") for a, q in zip(answers, questions, strict=True)]
-    return round(sum(right) / len(right), 4)
+    is_right = [exact_match(a, q.reference or "") for a, q in zip(answers, questions, strict=True)]
+    return round(sum(is_right) / len(is_right), 4)

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoProcessor  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
-BATCH = 32
+BATCH_SIZE = 32
 MAX_NEW_TOKENS = 32
 
 
@@ -27,9 +27,9 @@ def answer_prompts(folder: str, prompts: list[list[dict]]) -> list[str]:
     if torch.cuda.is_available():
         model = model.cuda()
     answers = []
-    for first in range(0, len(prompts), BATCH):
+    for start in range(0, len(prompts), BATCH_SIZE):
         batch = processor.apply_chat_template(
-            prompts[first : first + BATCH],
+            prompts[start : start + BATCH_SIZE],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,

@@ -74,12 +74,12 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
 
 
 def _check_driver() -> Finding:
-    built, runs = torch_cuda_version(), driver_cuda_version()
-    if built is None or runs is None:
+    built, driver = torch_cuda_version(), driver_cuda_version()
+    if built is None or driver is None:
         return Finding("driver", WARNING, "the CUDA version of the driver or of torch is unknown")
-    text = f"it supports CUDA {_dotted(runs)}, and torch is built for CUDA {_dotted(built)}"
-    if runs[0] < built[0]:
-        cure = f"update NVIDIA's driver, or install a torch for CUDA {runs[0]} (pytorch.org)"
+    text = f"it supports CUDA {_dotted(driver)}, and torch is built for CUDA {_dotted(built)}"
+    if driver[0] < built[0]:
+        cure = f"update NVIDIA's driver, or install a torch for CUDA {driver[0]} (pytorch.org)"
         return Finding("driver", FAILS, f"{text}: torch will find no GPU", cure)
     return Finding("driver", OK, text)
 
@@ -126,8 +126,8 @@ def _check_disk(name: str, folder: Path, needed: int, variable: str) -> Finding:
         variable: Environment variable that moves the folder.
     """
     cure = f"set {variable} to a folder on a larger disk"
-    if fault := find_folder_problem(str(folder)):
-        return Finding(f"disk: {name}", FAILS, f"{folder}: {fault}", cure)
+    if problem := find_folder_problem(str(folder)):
+        return Finding(f"disk: {name}", FAILS, f"{folder}: {problem}", cure)
     free = shutil.disk_usage(nearest_existing(str(folder))).free
     text = f"{format_bytes(free)} are free in {folder}"
     if free >= needed:

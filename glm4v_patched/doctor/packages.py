@@ -1,6 +1,6 @@
 """Checks of the versions of Python and of installed packages.
 
-They are read from the metadata that pip installed; no package is imported.
+Versions are read from the metadata that pip installed; no package is imported.
 """
 
 import platform
@@ -19,7 +19,8 @@ from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 DISTRIBUTION = "glm4v-patched"
-# If a version of one of these is outside the range of another one, errors occur far from the cause.
+# Packages that require versions of each other; for a version outside of such a range, errors occur
+# far from the cause.
 INTERDEPENDENT_PACKAGES = [
     "torch",
     "transformers",
@@ -71,20 +72,20 @@ def _check_requirements() -> Iterator[Finding]:
 
 
 def _check_requirement(requirement: Requirement) -> Finding:
-    name, range_ = requirement.name, requirement.specifier
-    cure = pip_install(f"{name}{range_}")
+    name, supported = requirement.name, requirement.specifier
+    cure = pip_install(f"{name}{supported}")
     if (text := _installed_version(name)) is None:
         return Finding(name, FAILS, "it is not installed", cure)
     installed = Version(text)
-    if range_.contains(installed, prereleases=True):
+    if supported.contains(installed, prereleases=True):
         return Finding(name, OK, str(installed))
     is_older = any(
         specifier.operator in (">=", "==", ">") and not specifier.contains(installed)
-        for specifier in range_
+        for specifier in supported
     )
     # Training refuses to start with untested versions of DeepSpeed, whose private names change.
     verdict: Any = FAILS if is_older or name == "deepspeed" else WARNING
-    tested = str(range_) or "any version"
+    tested = str(supported) or "any version"
     return Finding(name, verdict, f"{installed} is installed, tested with {tested}", cure)
 
 

@@ -60,7 +60,7 @@ def check_recipe(
         if recipe is None or error.names - MACHINE_OPTIONS:
             text = "not checked, because the recipe has errors"
             return [*findings, Finding("model, data, memory", WARNING, text)]
-    except RuntimeError as error:  # transformers, whose TrainingArguments it has, is not importable
+    except RuntimeError as error:  # transformers, which has TrainingArguments, is not importable
         return [finding_from_error("recipe", FAILS, str(error))]
     job = resolve_recipe(recipe)
     with errors_as_findings("folder (out)"):

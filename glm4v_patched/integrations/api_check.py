@@ -21,7 +21,7 @@ def require_members(owner: object, names: Iterable[str], package: str, tested: s
         tested: The version of it that the plug-in is tested with.
 
     Raises:
-        RuntimeError: an attribute is missing.
+        RuntimeError: An attribute is missing.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:

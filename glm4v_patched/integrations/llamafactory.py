@@ -66,7 +66,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
 class GLM4VTemplate(Template):
     """LLaMA-Factory's template ``glm4``, extended for glm-4v.
 
-    It stays as it is for the text models of GLM-4, which use the same template.
+    It changes nothing for the text models of GLM-4, which use the same template.
     """
 
     def fix_special_tokens(self, tokenizer):

@@ -4,8 +4,8 @@
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-It replaces ms-swift's own model type ``chatglm4v``, of glm-4v and cogagent-9b, which fits the
-published code only; that is renamed to ``chatglm4v_of_swift``.
+It replaces ms-swift's own model type ``chatglm4v`` (glm-4v and cogagent-9b), which fits only the
+published code and is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy
@@ -117,10 +117,10 @@ class GLM4VTemplate(Template):
             _check_image_tags(inputs)
         encoded = super()._encode(inputs)
         begin = self.tokenizer.convert_tokens_to_ids(BEGIN_OF_IMAGE)
-        if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
+        if (num_tokens := encoded["input_ids"].count(begin)) != len(inputs.images):
             raise ValueError(
                 f"a sample's number of images is {len(inputs.images)}, and that of "
-                f"{BEGIN_OF_IMAGE} tokens is {number}: remove the token from its texts"
+                f"{BEGIN_OF_IMAGE} tokens is {num_tokens}: remove the token from its texts"
             )
         if encoded.get("labels") is not None and self.use_chat_template:
             self._supervise_turn_ends(encoded)
@@ -182,17 +182,17 @@ def _register_template() -> None:
 
 def _register_model() -> None:
     stock = MODEL_MAPPING[SWIFT_TYPE]
-    glm4v = [
+    glm4v_groups = [
         group
         for group in stock.model_groups
         if any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
     ]
-    if not glm4v:
+    if not glm4v_groups:
         raise RuntimeError(
             f"ms-swift's model type {SWIFT_TYPE} has no glm-4v-9b; install the version that "
             f"glm4v_patched is tested with: ms-swift=={TESTED_MS_SWIFT}"
         )
-    stock.model_groups = [group for group in stock.model_groups if group not in glm4v]
+    stock.model_groups = [group for group in stock.model_groups if group not in glm4v_groups]
     stock.model_type, stock.template = STOCK_SWIFT_TYPE, STOCK_SWIFT_TYPE
     stock.candidate_templates = [STOCK_SWIFT_TYPE]
     stock.model_arch = stock.model_arch.arch_name  # register_model looks it up by name again

@@ -24,24 +24,16 @@ PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "r": (int,),
     "lora_alpha": NUMBER_TYPES,
     "lora_dropout": NUMBER_TYPES,
-}
-PEFT_SETTING_TYPES |= dict.fromkeys(
-    ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), FLAG_TYPES
-)
-PEFT_SETTING_TYPES |= dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), FLAG_TYPES)
-PEFT_SETTING_TYPES |= dict.fromkeys(
-    ("target_modules", "exclude_modules", "layers_pattern"), NAME_TYPES
-)
-PEFT_SETTING_TYPES |= {
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), FLAG_TYPES),
+    **dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), FLAG_TYPES),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAME_TYPES),
     "modules_to_save": (list,),
     "layers_to_transform": (int, list),
     "bias": (str,),
-}
-PEFT_SETTING_TYPES |= dict.fromkeys(
-    ("rank_pattern", "alpha_pattern", "auto_mapping", "eva_config"), (dict,)
-)
-PEFT_SETTING_TYPES |= {"task_type": (str,), "revision": (str,), "init_lora_weights": (bool, str)}
-PEFT_SETTING_TYPES |= {
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping", "eva_config"), (dict,)),
+    "task_type": (str,),
+    "revision": (str,),
+    "init_lora_weights": (bool, str),
     "corda_config": (dict,),
     "runtime_config": (dict,),
     "qalora_group_size": (int,),
@@ -54,8 +46,6 @@ UNSUPPORTED_SETTINGS: tuple[str, ...] = (
     "layer_replication",
     "loftq_config",
     "monteclora_config",
-)
-UNSUPPORTED_SETTINGS += (
     "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
@@ -136,18 +126,21 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
 def _check_setting_types(folder: Path, config: dict) -> None:
     """Raise ``ValueError`` for a peft setting of the wrong type."""
     for name, value in config.items():
-        kinds = PEFT_SETTING_TYPES.get(name, ())
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        fits = not kinds or (value is None and name not in NOT_NULL_SETTINGS)
-        if kinds and value is not None:
-            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        types = PEFT_SETTING_TYPES.get(name, ())
+        expected = " or ".join(kind.__name__ for kind in types)
+        fits = not types or (value is None and name not in NOT_NULL_SETTINGS)
+        if types and value is not None:
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
         if name in UNSUPPORTED_SETTINGS:
             # An empty loftq_config means none; other empty configs mean defaults.
             fits = not value and (name == "loftq_config" or value != {})
             expected = "null: adapters with it are not supported"
-        elif isinstance(value, list) and fits and kinds:
-            inner = int if int in kinds else str
-            fits, expected = all(type(item) is inner for item in value), f"{inner.__name__} in it"
+        elif isinstance(value, list) and fits and types:
+            item_type = int if int in types else str
+            fits, expected = (
+                all(type(item) is item_type for item in value),
+                f"{item_type.__name__} in it",
+            )
         elif name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
             fits = all(isinstance(item, NUMBER_TYPES) and item > 0 for item in value.values())
             expected = "numbers above 0 in it"

@@ -161,11 +161,11 @@ def require_readable(model: str, revision: str | None = None) -> None:
     """
     from transformers.utils import cached_file
 
-    kinds = ("missing_entries", "connection_errors", "gated_repo")
-    silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    exceptions = ("missing_entries", "connection_errors", "gated_repo")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in exceptions}
     readers = {"config.json": _read_config, "generation_config.json": _read_generation_config}
     for name, read in readers.items():
-        if file := cached_file(model, name, revision=revision, **silent):
+        if file := cached_file(model, name, revision=revision, **options):
             values = read_json_object(Path(file))
             try:
                 read(values)
@@ -228,20 +228,20 @@ def _compare_weights(
         present = {DECODER_PREFIX + name: info for name, info in present.items()}
     present = {name: info for name, info in present.items() if not name.endswith(COMPUTED)}
     # A quantized weight is stored in pieces, such as .weight.absmax, .weight_packed or .qweight.
-    pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present}
-    layers = tuple(name.removesuffix("weight") for name in expected if name.endswith(".weight"))
+    modules = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present}
+    prefixes = tuple(name.removesuffix("weight") for name in expected if name.endswith(".weight"))
     if not quantized:
-        pieces, layers = set(), ()
+        modules, prefixes = set(), ()
     missing = [
         name
         for name in expected
         if name not in present
-        and not (name.endswith(".weight") and name.removesuffix(".weight") in pieces)
+        and not (name.endswith(".weight") and name.removesuffix(".weight") in modules)
     ]
     unexpected = [
         f"{name} {[*info.shape] if info else ''}".rstrip()
         for name, info in present.items()
-        if name not in expected and not name.startswith(layers)
+        if name not in expected and not name.startswith(prefixes)
     ]
     mismatched = [
         f"{name}: {[*info.shape]}, not {[*shape]}"

@@ -16,7 +16,7 @@ from .base import (
 )
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
-# Files that are downloaded of adapters on the Hub; no code.
+# Files of adapters on the Hub that are downloaded; none contains code.
 ADAPTER_FILES = [
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -24,7 +24,7 @@ from ..terminal_text import format_bytes, shorten
 
 MEMORY_STATUS = Path("/proc/self/statm")  # on Linux; elsewhere memory is not limited
 # Limits of a request without data; they grow with its size.
-BASE_SECONDS, BASE_BYTES, BASE_CHARACTERS = 20, 2**30, 2**22
+BASE_SECONDS, BASE_BYTES, BASE_REPLY = 20, 2**30, 2**22
 
 
 class ProcessLimits(NamedTuple):
@@ -43,7 +43,7 @@ class ProcessLimits(NamedTuple):
     @classmethod
     def for_request(cls, size: int) -> "ProcessLimits":
         """Return the limits of a request of ``size`` bytes."""
-        return cls(BASE_SECONDS + size / 10**6, BASE_BYTES + 64 * size, BASE_CHARACTERS + 16 * size)
+        return cls(BASE_SECONDS + size / 10**6, BASE_BYTES + 64 * size, BASE_REPLY + 16 * size)
 
 
 class LimitExceeded(ValueError):
@@ -144,7 +144,7 @@ def render(options: dict[str, Any]) -> Any:
 
 
 def match_patterns(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
-    """Compare patterns with names, each by the function of ``re`` named before it."""
+    """Match all names with each pattern, which is a pair of a function of ``re`` and its regex."""
     for function, pattern in patterns:
         compiled = re.compile(pattern)
         for name in names:
@@ -178,8 +178,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     used, (_, hard) = 0, resource.getrlimit(resource.RLIMIT_AS)
-    while head := requests.readline():
-        limits, body = ProcessLimits(*json.loads(head)), requests.readline()
+    while limits_line := requests.readline():
+        limits, body = ProcessLimits(*json.loads(limits_line)), requests.readline()
         if body.startswith(b'["render"'):
             import transformers.utils.chat_template_utils  # noqa: F401  # before the clock starts
         signal.setitimer(signal.ITIMER_REAL, limits.seconds)

@@ -27,7 +27,7 @@ SETTINGS_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_confi
 SETTINGS_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
 SETTINGS_FILES += ["tokenizer_config.json"]
 TEMPLATE_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
-RANKS_FILE = "tokenizer.model"
+RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
 # Keys that make transformers read other files in place of these.
 OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
 OTHER_FILE_KEYS |= {"tokenizer_object"}
@@ -36,7 +36,7 @@ OTHER_FILE_KEYS |= {"tokenizer_object"}
 MAX_ADDED_TOKENS, MAX_TOKEN_CHARACTERS, MAX_RANK_LINE_BYTES = 2**14, 256, 2**11
 # Allowed types in a tokenizer.json; others can lengthen a text without limit, or run for ever.
 NORMALIZERS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
-SPLITS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
+PRE_TOKENIZERS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
 
 
 def _is_token(value: Any) -> bool:
@@ -77,8 +77,8 @@ TOKENIZER_SETTINGS |= dict.fromkeys(
 NAMED_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
 TOKENIZER_SETTINGS |= {f"{name}_token": TOKEN_CHECK for name in NAMED_TOKENS}
 ID_CHECK = (lambda value: type(value) is int and value >= 0, "the id of a token")
-# The function by which peft compares each key's patterns with module names, and what it puts around
-# a pattern; lists of the first two keys are names.
+# For each key of peft's config: the function of ``re`` by which peft matches module names, and the
+# pattern that it puts around the key's own. Lists under the first two keys contain plain names.
 PEFT_PATTERNS = {
     "target_modules": ("fullmatch", "{}"),
     "exclude_modules": ("fullmatch", "{}"),
@@ -147,9 +147,8 @@ def require_settings(location: str, revision: str) -> None:
 
 
 @lru_cache
-def _require_setting(path: Path, changed: int) -> None:
-    """Check one file; cached by its mtime ``changed``, because reading a vocabulary takes a
-    second."""
+def _require_setting(path: Path, mtime_ns: int) -> None:
+    """Check one file; cached by its mtime, because reading a vocabulary takes a second."""
     values = read_json_object(path)
     if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
         raise ValueError(
@@ -167,7 +166,7 @@ def _require_setting(path: Path, changed: int) -> None:
         check_setting_types(values, dict.fromkeys(values, ID_CHECK), str(path))
     if path.name == "tokenizer.json":
         _require_known_types(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
-        _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)
+        _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), PRE_TOKENIZERS)
 
 
 def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
@@ -222,16 +221,15 @@ def require_adapters(base: ModelSource) -> None:
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about peft's own use of transformers, and missing names
+            # peft warns of its own use of transformers, and of missing names.
+            warnings.simplefilter("ignore")
             settings = LoraConfig.from_pretrained(str(base.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # The sizes of others are the model's; loading reports those that are missing.
+    # Other weights have the model's sizes; loading reports missing weights.
     expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
     mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
     if mismatched:
@@ -249,7 +247,7 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
     """Compare the regular expressions of adapters with the names of all modules in the limited
     process, as peft will when it loads them."""
     config = read_json_object(path)
-    for key, (function, around) in PEFT_PATTERNS.items():
+    for key, (function, wrapper) in PEFT_PATTERNS.items():
         value, patterns = config.get(key), []
         if isinstance(value, str):
             patterns = [value]
@@ -259,7 +257,7 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
             continue
         try:
             LIMITED_PROCESS.run(
-                "match", [(function, around.format(pattern)) for pattern in patterns], modules
+                "match", [(function, wrapper.format(pattern)) for pattern in patterns], modules
             )
         except LimitExceeded as error:
             raise ValueError(

@@ -151,9 +151,9 @@ def shards_of(folder: Path) -> list[str]:
     """Return the names of a model's weight files; empty if there are none.
 
     Raises:
-        ValueError: The index cannot be read, or names something that is not a file of the folder
-            itself (readers and writers of these names must not leave the folder), or names other
-            files than a complete one beside it.
+        ValueError: The index cannot be read; it names something other than a file directly in the
+            folder, which readers and writers must not leave; or it does not name the single weight
+            file beside it.
     """
     has_single_file = (folder / SINGLE_FILE).is_file()
     if not (folder / WEIGHTS_INDEX).exists():
