@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Exact:
-    """Marks a Literal that rejects equal values of another type, as Python has ``True == 1``."""
+    """Marks a Literal that rejects equal values of another type: in Python, ``True == 1``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
@@ -126,7 +126,7 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
 
 
 def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Return ``read`` with errors that argparse prints, with what is expected."""
+    """Wrap ``read`` so that argparse prints its errors with the expected values."""
 
     def value_of(text: str) -> Any:
         try:

@@ -116,10 +116,10 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
 
 
 def check_adapter_settings(target: BuiltFiles) -> str:
-    """Check that adapters come without code, are LoRA for a commit on the Hub, and that their
-    settings name no other module or path; return a summary.
+    """Check the files and settings of adapters, and return a summary.
 
-    Raises ``ValueError`` otherwise.
+    Raises ``ValueError`` unless the adapters come without code and are LoRA for a commit on the
+    Hub, and their settings name no other module or path.
     """
     from peft import LoraConfig  # only adapters need peft
 
@@ -136,7 +136,7 @@ def check_adapter_settings(target: BuiltFiles) -> str:
     problem = f"{ADAPTER_CONFIG} names the base model {model}, but the manifest {base}"
     require_that(base and model == base, problem)
     require_that(re.fullmatch(COMMIT_PATTERN, commit), f"revision is {commit}, expected a commit")
-    # peft imports the modules that these name.
+    # peft imports the modules that these settings name.
     for name in ("auto_mapping", "megatron_config"):
         require_that(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
     require_that(

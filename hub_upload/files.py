@@ -131,8 +131,8 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         hidden: Whether to include folders whose names begin with a dot; .git and .cache never are.
 
     Raises:
-        ValueError: For devices, pipes, hard-linked text, links to folders and links that lead out
-            of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
+        ValueError: There are devices, pipes, hard-linked text, links to folders or links that lead
+            out of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
     """
     files = {}
     for parent, folders, names in os.walk(folder):

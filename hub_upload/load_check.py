@@ -63,13 +63,13 @@ def run_steps(source: str) -> Iterator[str]:
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
     assert 0 < change < math.inf, f"another image changes the logits by {change}"
-    with torch.no_grad():  # with its generation_config.json
+    with torch.no_grad():  # generates by the folder's generation_config.json
         output = model.generate(**inputs, max_new_tokens=4)
     number = output.shape[1] - inputs["input_ids"].shape[1]
     yield f"{number} tokens; another image changes the logits by {change:.1e}"
 
     model.train()
-    # Renamed in transformers 5.23; 6.0 removes the old name.
+    # transformers 5.23 renamed this method; 6.0 removes the old name.
     new_name = getattr(model, "activation_checkpointing_enable", None)
     (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
     loss = model(**inputs, labels=inputs["input_ids"]).loss
@@ -84,7 +84,7 @@ def make_inputs(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
     """Return model inputs for a question about a random image.
 
     Args:
-        dtype: Of the pixel values.
+        dtype: dtype of the pixel values.
     """
     import numpy as np
     from PIL import Image

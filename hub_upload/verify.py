@@ -168,7 +168,7 @@ def verify(
         pythons: Interpreters that load it, in place of this one, to test other environments.
 
     Raises:
-        ValueError: It is neither, or not a build of ours, or an interpreter is missing.
+        ValueError: ``name`` is neither, or is no build of ours; or an interpreter is missing.
     """
     for python in pythons:
         require_that(shutil.which(python), f"--python {python}: no such program")

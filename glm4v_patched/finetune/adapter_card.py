@@ -57,7 +57,7 @@ def write_card(
     """Write the card of adapters in place of the empty one that peft leaves.
 
     Args:
-        base: Model of the adapters. A local folder is not named, for it means nothing to others.
+        base: Model of the adapters. A local folder is not named, because only this machine has it.
         recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
         report: Contents of ``training.json``.
         rows: Rows of an epoch.

@@ -39,7 +39,7 @@ def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> Train
     if torch.cuda.is_available():
         join_process_group(options)
     training_args = TrainingArguments(**arguments)
-    # On a CPU transformers joins first: if DeepSpeed does, it compiles an extension.
+    # On a CPU transformers joins first, because DeepSpeed would compile an extension.
     join_process_group(options)
     set_seed(training_args.seed)  # for the initialization of adapters
     quiet_transformers()

@@ -68,7 +68,7 @@ def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) 
     """Mark a checkpoint as complete, once all of its files are on the disk."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != CHECKPOINT_MANIFEST]
-    # Otherwise a power cut could leave the manifest without the files.
+    # Without fsync, a power cut could leave the manifest without the files.
     for path in [*files, *{path.parent for path in files}]:
         _fsync(path)
     manifest: dict[str, Any] = asdict(fingerprint)
@@ -189,7 +189,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     """Raise ``ValueError`` for a checkpoint that a run in ``folder`` cannot resume from.
 
-    That is one that is incomplete, lies elsewhere, or is followed by complete checkpoints, which
+    Such a checkpoint is incomplete, lies elsewhere, or is followed by complete checkpoints, which
     would be overwritten.
     """
     present = list_checkpoints(folder)

@@ -39,7 +39,7 @@ class DivergenceMonitor(TrainerCallback):
     :class:`Diverged`.
 
     Args:
-        limit: How many steps in a row; in a shorter run, all of its steps.
+        limit: Number of such steps in a row that end the run; in a shorter run, all of its steps.
 
     Attributes:
         verdict: Why the run was ended, or None.
@@ -67,8 +67,8 @@ class DivergenceMonitor(TrainerCallback):
     def record(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
         """Record the loss of a batch, and return it, or 0 if it is not finite.
 
-        In the Trainer's sum of losses, one that is not finite would hide all that follow;
-        :meth:`pop_nonfinite_loss` returns what was replaced by 0.
+        The Trainer sums losses for its log, where one NaN would hide all later losses;
+        :meth:`pop_nonfinite_loss` returns the losses that were replaced by 0.
 
         Args:
             loss: Scalar.
@@ -141,10 +141,10 @@ def json_number(number: float) -> float | str:
 
 
 def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: str) -> None:
-    """Raise :class:`Diverged` on all processes if the weights of any have NaN or infinity.
+    """Raise :class:`Diverged` on all processes if weights of any process have NaN or infinity.
 
-    All processes must call this. Each reads its own shards once: that takes milliseconds on a GPU,
-    and on a CPU a tenth of the time to save them.
+    All processes must call this. Each reads its own shards once, which takes milliseconds on a GPU,
+    and on a CPU a tenth of the time to save the weights.
 
     Args:
         named: Names and parameters.

@@ -12,10 +12,10 @@ from .run_folder import PLOT, SHEET
 
 
 def describe_end(job: Job, on_cpu: bool) -> str:
-    """Describe a finished training by its report in ``job.out``.
+    """Describe a finished training, from its report in ``job.out``.
 
-    The lines say why it ended, which step's weights were saved, the speed and memory, the files,
-    and the next command.
+    The lines say why the training ended, which step's weights were saved, the speed and memory,
+    the files, and the next command.
     """
     report, out = read_report(job.out), str(job.out)
     what = "adapters" if job.has_adapters else "model"
@@ -54,7 +54,7 @@ def saved_step_and_scores(report: Mapping[str, Any]) -> tuple[int, dict[str, flo
     at_step = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
     last = at_step[-1] if at_step else {}
     names = [name for name in ("eval_loss", "eval_exact_match") if name in last]
-    return step, {name: float(last[name]) for name in names}  # the report has NaN as text
+    return step, {name: float(last[name]) for name in names}  # NaN is text in the report
 
 
 def _describe_saved(job: Job, report: Mapping[str, Any]) -> str:

@@ -19,11 +19,11 @@ from ..models.loading import LoadedModel
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode during the block, without compiling its layers anew."""
+    """Put a model into eval mode during the block, without recompiling its layers."""
     was_training = model.training
     model.eval()
     try:
-        # Without gradients, compiled layers would be recompiled.
+        # Compiled layers would be recompiled for a call without gradients.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -48,7 +48,7 @@ class EvalGenerations:
             checked: The rows for evaluation. Rows whose answer would exceed the position table are
                 skipped.
             sheet: File for the contact sheet of images with their answers.
-            number: How many rows are answered, at most.
+            number: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
             batch_size: Rows that are answered at once.
             positions: Size of the model's position table.
@@ -65,7 +65,7 @@ class EvalGenerations:
     def answer(self, model: Any, draws: bool) -> float:
         """Return the share of answers that match the reference exactly; NaN without a row.
 
-        All processes answer all rows, because the weights may be sharded over them.
+        All processes answer all rows, because the weights may be sharded over the processes.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.

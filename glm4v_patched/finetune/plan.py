@@ -52,7 +52,7 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# Rows of a stream may be longer than the longest of the checked ones, by this factor.
+# Rows of a stream may be longer than the longest checked row, by this factor.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -150,7 +150,7 @@ class Plan:
         """Read the result of the data check.
 
         Raises:
-            ValueError: It is not the one that the plan was made with.
+            ValueError: The data is not what the plan was made with.
         """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
@@ -178,7 +178,7 @@ class Plan:
         require_disk_space(str(self.out), self.space)
 
     def require_same_conditions(self) -> None:
-        """Check in a training process that conditions are those that the plan was made for.
+        """Check in a training process that the conditions of the plan hold.
 
         Raises:
             ValueError: The number of processes or the model differs.
@@ -222,8 +222,8 @@ def make_plan(
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: The rows differ and may not; or the run would have no batch, no evaluation that
-            it needs, or no learning rate that can train.
+        ValueError: The rows differ without ``accept_changed_data``; or the run would have no batch,
+            no evaluation that it needs, or no valid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
     rows = checked.batch_sequences()

@@ -1,7 +1,7 @@
 """The folder of a run: one run at a time writes to it, and no run overwrites files of others.
 
-``run.json`` in the folder records that its files with a run's names were written by runs. It is
-created when there is no such file yet, and lists the run's files at the end. Imports no torch.
+``run.json`` in the folder records which of its files were written by runs. A run creates it before
+its other files, and lists these there when it ends. Imports no torch.
 """
 
 import fcntl
@@ -243,9 +243,9 @@ def _is_stopped_run(name: str) -> bool:
 
 
 def start_record(folder: Path, remove: list[str]) -> None:
-    """Remove what :func:`require_usable` returned, and record that new files are a run's."""
+    """Remove the names from :func:`require_usable`, and record that new files are a run's."""
     remove_partial(folder, [*STATE_FILES, RECORD, TRAINING_REPORT])
-    # Files of the state are rewritten, some of them already.
+    # STATE_FILES are not removed: the run rewrites them.
     if remove := [name for name in remove if name not in STATE_FILES]:
         for name in remove:
             _remove(folder / name)
@@ -259,8 +259,8 @@ def start_record(folder: Path, remove: list[str]) -> None:
 def read_record(folder: Path) -> set[str] | None:
     """Return the names that runs have written in a folder, or None if it has no ``run.json``.
 
-    If the last run was killed (SIGKILL) before it could list its files, these are all present
-    names that :func:`run_file_names` knows.
+    If the last run was killed (SIGKILL) before it could list its files, all names that
+    :func:`run_file_names` finds are returned.
     """
     if find_file_problem(folder / RECORD):
         return None

@@ -13,12 +13,12 @@ from ..terminal_text import error_text
 from .recipe.file import short_json
 from .recipe.trainer import METRIC_SCHEDULES
 
-# A longer run is sampled at so many steps, spread evenly. Schedules that depend on a metric are
-# tried with so many evaluations that improve, and as many that do not.
+# Longer runs are sampled at this number of evenly spread steps. Schedules that depend on a metric
+# are tried with this number of improving evaluations, and as many that do not improve.
 MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
 ROUNDING = 1e-6
-# Below this share of trainer.learning_rate, or above this share of steps with the rate 0, a
-# schedule is most likely a mistake.
+# A schedule is most likely a mistake if its highest rate is below this share of
+# trainer.learning_rate, or if more than this share of its steps have the rate 0.
 MIN_PEAK_SHARE, MAX_IDLE_SHARE = 0.8, 0.1
 
 Arguments = Mapping[str, Any]
@@ -26,9 +26,9 @@ Arguments = Mapping[str, Any]
 
 
 def require_schedule(arguments: Arguments) -> None:
-    """Raise ``ValueError`` if transformers cannot build the schedule, or if it cannot train.
+    """Raise ``ValueError`` if transformers cannot build the schedule, or its rates are invalid.
 
-    It cannot train with rates that are negative, not finite, above ``learning_rate``, or all 0.
+    Invalid rates are negative, not finite, above ``learning_rate``, or all 0.
     """
     name, kwargs, steps = arguments["lr_scheduler_type"], _kwargs(arguments), arguments["max_steps"]
     if name not in (known := [kind.value for kind in SchedulerType]):
@@ -84,9 +84,9 @@ def schedule_warnings(arguments: Arguments) -> Iterator[str]:
 
 
 def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
-    """Return steps, from 0, with their learning rates.
+    """Return pairs of a step, from 0, and its learning rate.
 
-    If parts of the model have their own rates, this is the highest, and the others are proportional
+    If parts of the model have their own rates, the highest is returned; the others are proportional
     to it. The step after the last one is included, because the Trainer computes its rate, too. A
     schedule that depends on a metric yields the rates after some evaluations, all as step 0.
     """
@@ -141,7 +141,7 @@ def _require_kwargs(arguments: Arguments) -> None:
             f"transformers {transformers.__version__}; expected null"
         )
     for key, value in kwargs.items():
-        # A list has an item for each parameter group, whose number only the model determines.
+        # Lists are refused: they need an item for each parameter group, which only the model has.
         is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if not (value is None or is_number or isinstance(value, str)):
             raise ValueError(

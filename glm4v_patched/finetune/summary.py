@@ -24,7 +24,7 @@ from .schedule import schedule_warnings
 
 MAX_SAMPLE_CHARACTERS = 1500
 MAX_LEARNING_RATE = 1e-2  # far above what trains a model of any size
-# What a policy of activation checkpointing recomputes; for "every N" see describe_policies.
+# Operations that each policy of activation checkpointing recomputes; "every N" is not listed.
 RECOMPUTED = {
     "none": "nothing",
     "linear": "elementwise operations",

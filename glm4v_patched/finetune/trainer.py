@@ -264,7 +264,7 @@ class RecipeTrainer(Trainer):
         is_saved = is_over or (is_finite if saves_best else self.control.should_save)
         if self.args.load_best_model_at_end and not is_saved:
             return False
-        if not math.isfinite(metrics["eval_loss"]):  # never the best, whatever its metric
+        if not math.isfinite(metrics["eval_loss"]):  # never the best step
             return self.bad_rows.has_ended and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
@@ -293,8 +293,8 @@ class RecipeTrainer(Trainer):
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # In training mode processes without an image run the same collectives as the others.
-        # Without gradients, compiled layers would be recompiled.
+        # In training mode, processes without an image run the same collectives as the others.
+        # Compiled layers would be recompiled for a call without gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
             torch.no_grad(),
@@ -374,7 +374,8 @@ class CheckpointSchedule(TrainerCallback):
             # would resume with one step more.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
-            # A mean loss that spans a checkpoint, or the end, would be lost in part.
+            # A resumed run would lose the losses before its checkpoint from a mean that spans it;
+            # at the end, the last losses would not be logged.
             control.should_log = args.logging_strategy != "no"
         return control
 

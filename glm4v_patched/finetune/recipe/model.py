@@ -1,4 +1,4 @@
-"""The base model of a recipe, and whether the recipe fits the adapters there. Imports no torch."""
+"""The base model of a recipe, and the check that the recipe fits its adapters. Imports no torch."""
 
 from itertools import chain
 from pathlib import Path

@@ -21,7 +21,7 @@ from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import METRIC_SCHEDULES
 
-# Modules of loggers whose names differ.
+# Modules of loggers, where module and logger have different names.
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 

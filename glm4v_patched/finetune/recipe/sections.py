@@ -52,7 +52,7 @@ from .types import (
     expected,
 )
 
-# Of a word and a choice that is suggested in its place (difflib's ratio).
+# Minimum similarity (difflib's ratio) of a word and the choice that is suggested for it.
 MIN_SIMILARITY = 0.7
 
 
@@ -190,7 +190,7 @@ def check_values(values: Any) -> Checked:
         name = ".".join(path)
         if (annotation := _type_of(path)) is None:
             problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
-        elif value is not None or path in DECLARED:  # else TrainingArguments has its own default
+        elif value is not None or path in DECLARED:  # TrainingArguments has defaults
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
@@ -321,8 +321,8 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     """Return the message for a key that is no field.
 
     Args:
-        num_before: How many problems come before. After too many the search for similar names,
-            which takes a millisecond, is left out.
+        num_before: Number of earlier problems. After too many, similar names are no longer
+            searched, which takes a millisecond for each key.
     """
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"

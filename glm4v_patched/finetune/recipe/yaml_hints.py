@@ -16,7 +16,7 @@ UNCLOSED = {
 def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
     """Return the line of the mistake, from 1, and what is wrong there.
 
-    Without a known mistake these are the parser's own.
+    If no known mistake is found, both are from the parser's own message.
     """
     mark = error.problem_mark or error.context_mark
     assert mark is not None
@@ -27,7 +27,7 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
     lines = text.split("\n")
     candidates = [number, *_content_before(lines, number)]
     start = error.context_mark.line + 1 if error.context_mark else number
-    if "simple key" in context:  # the parser had hoped for a colon since then
+    if "simple key" in context:  # the parser has expected a colon since that line
         candidates.insert(0, start)
     for candidate in candidates:
         if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
