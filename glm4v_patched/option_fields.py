@@ -106,22 +106,22 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
         }
     if pattern := limits.get("pattern"):
 
-        def matching(text: str) -> str:
+        def read_matching(text: str) -> str:
             if not re.fullmatch(pattern, text):
                 raise ValueError
             return text
 
-        return {"type": _reader(matching, limits["expected"])}
+        return {"type": _reader(read_matching, limits["expected"])}
     if "ge" in limits:
         low, high = limits["ge"], limits.get("le", math.inf)
 
-        def within(text: str) -> float:
+        def read_number(text: str) -> float:
             if not low <= (value := number_type(text)) <= high:
                 raise ValueError
             return value
 
         expected = f"a number from {low}" + (f" to {high:g}" if "le" in limits else "")
-        return {"type": _reader(within, expected)}
+        return {"type": _reader(read_number, expected)}
     return {"type": number_type}
 
 

@@ -106,13 +106,13 @@ def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
 def _program(name: str, module: str) -> list[str]:
     """Return a program beside this Python, by its bare name if PATH has it; or ``python -m``."""
     bin_folder = Path(sys.executable).parent
-    beside = shutil.which(name, path=str(bin_folder))
-    if beside is None:
+    installed = shutil.which(name, path=str(bin_folder))
+    if installed is None:
         return [sys.executable, "-m", module]
     on_path = shutil.which(name)
-    if on_path is not None and os.path.samefile(on_path, beside):
+    if on_path is not None and os.path.samefile(on_path, installed):
         return [name]
     # A path relative to the current folder, such as .venv/bin/glm4v-patched.
     if bin_folder != Path.cwd() and bin_folder.is_relative_to(Path.cwd()):
-        return [str(Path(beside).relative_to(Path.cwd()))]
-    return [beside]
+        return [str(Path(installed).relative_to(Path.cwd()))]
+    return [installed]

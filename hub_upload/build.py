@@ -1,7 +1,7 @@
 """Build the folder that is published: our code beside the original's weights and vocabulary.
 
 The build is deterministic: the same source and code give the same bytes with every supported
-transformers, because no file has the version of the running transformers.
+transformers, and no file has the version of the running transformers.
 """
 
 import json
@@ -261,8 +261,10 @@ def build_contents(
         "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
     # The license of the weights; a source that we built has our code's license, too.
-    names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
-    license_name = next((n for n in names if source.content(n) not in (None, our_license)), None)
+    license_names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
+    license_name = next(
+        (n for n in license_names if source.content(n) not in (None, our_license)), None
+    )
     for target, original in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
         if original and (content := source.content(original)) is not None:
             files[target] = content

@@ -149,6 +149,6 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
                 require_inside(path, folder)
             size = path.stat().st_size
             # Later steps use these bytes, even if the file changes meanwhile.
-            small = is_small(name, size)
-            files[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
+            is_text = is_small(name, size)
+            files[name] = File.of(path.read_bytes(), path) if is_text else File(size, path=path)
     return files

@@ -39,8 +39,8 @@ def _limit(request) -> None:
 def describe_error(error: Exception) -> str:
     """Return the message for an unexpected error of the client, a disk or a library."""
     cause = error.__cause__
-    is_new = cause and str(cause) not in str(error)
-    reason = f" ({type(cause).__name__}: {cause})" if is_new else ""
+    adds_reason = cause and str(cause) not in str(error)
+    reason = f" ({type(cause).__name__}: {cause})" if adds_reason else ""
     return (
         f"{type(error).__name__}: {error}{reason}; {RETRY_HINT} (the Hub is "
         f"{url_origin(constants.ENDPOINT)}; `python -X dev -m hub_upload` shows the traceback)"

@@ -65,18 +65,20 @@ def run_steps(source: str) -> Iterator[str]:
     assert 0 < change < math.inf, f"another image changes the logits by {change}"
     with torch.no_grad():  # generates by the folder's generation_config.json
         output = model.generate(**inputs, max_new_tokens=4)
-    number = output.shape[1] - inputs["input_ids"].shape[1]
-    yield f"{number} tokens; another image changes the logits by {change:.1e}"
+    num_tokens = output.shape[1] - inputs["input_ids"].shape[1]
+    yield f"{num_tokens} tokens; another image changes the logits by {change:.1e}"
 
     model.train()
     # transformers 5.23 renamed this method; 6.0 removes the old name.
-    new_name = getattr(model, "activation_checkpointing_enable", None)
-    (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    enable_checkpointing = getattr(model, "activation_checkpointing_enable", None)
+    (enable_checkpointing or model.gradient_checkpointing_enable)({"use_reentrant": False})
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-    assert not without, f"{len(without)} weights have no finite gradient, such as {without[0]}"
+    without_gradient = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
+    assert not without_gradient, (
+        f"{len(without_gradient)} weights have no finite gradient, such as {without_gradient[0]}"
+    )
     yield f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
 
 

@@ -42,8 +42,8 @@ class BadRowTracker(TrainerCallback):
     def record(self, problems: list[str], unreadable: list[str]) -> None:
         """Record problems with rows of a batch, and with data sets that cannot be read further."""
         if not self.ends:
-            new = [problem for problem in problems if problem not in self.problems]
-            self._print(new[: max(MAX_PRINTED - len(self.problems), 0)])
+            new_problems = [problem for problem in problems if problem not in self.problems]
+            self._print(new_problems[: max(MAX_PRINTED - len(self.problems), 0)])
         self.problems |= dict.fromkeys([*problems, *unreadable])
         self.fatal |= dict.fromkeys([*unreadable, *(problems if self.ends else ())])
 

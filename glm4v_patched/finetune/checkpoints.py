@@ -152,9 +152,9 @@ def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[st
         files = [(name, f["bytes"], f["sha256"]) for name, f in manifest["files"].items()]
         if not files:
             return [f"{CHECKPOINT_MANIFEST} is damaged: it lists no file"]
-        if odd := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
+        if bad := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
             return [
-                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"
+                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(bad[0])} is no file of the checkpoint"
             ]
     except FileNotFoundError:
         return [f"{CHECKPOINT_MANIFEST} is missing: the checkpoint was not written to its end"]

@@ -92,12 +92,12 @@ def checkpoints_at_once(
     )
     if strategy == "steps" and steps is not None:
         assert trainer.save_steps is not None
-        written = (steps - 1) // trainer.save_steps  # none at the last step
+        num_written = (steps - 1) // trainer.save_steps  # none at the last step
     elif strategy == "epoch" and trainer.max_steps is None:
-        written = max(math.ceil(trainer.num_train_epochs) - 1, 0)
+        num_written = max(math.ceil(trainer.num_train_epochs) - 1, 0)
     else:
-        written = 1 if upper_bound == math.inf else int(upper_bound)
-    return max(int(min(written + at_start, upper_bound)), int(may_end_with_one))
+        num_written = 1 if upper_bound == math.inf else int(upper_bound)
+    return max(int(min(num_written + at_start, upper_bound)), int(may_end_with_one))
 
 
 def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:

@@ -74,13 +74,13 @@ class DivergenceMonitor(TrainerCallback):
             loss: Scalar.
             norm: Norm of all gradients, if it is known; DeepSpeed's is negative if not finite.
         """
-        finite = torch.isfinite(loss)
-        self._step_is_bad |= ~finite
+        is_finite = torch.isfinite(loss)
+        self._step_is_bad |= ~is_finite
         if norm is not None:
             norm = torch.as_tensor(norm, device=loss.device)
             self._step_is_bad |= ~torch.isfinite(norm) | (norm < 0)
-        self._nonfinite_sum += torch.where(finite, 0, loss)
-        return torch.where(finite, loss, 0)
+        self._nonfinite_sum += torch.where(is_finite, 0, loss)
+        return torch.where(is_finite, loss, 0)
 
     def pop_nonfinite_loss(self) -> float:
         """Return the sum of all processes' losses since the last call that were not finite, or 0.
@@ -104,23 +104,24 @@ class DivergenceMonitor(TrainerCallback):
         self._step_is_bad.zero_()
         # All processes decide alike whether to go on to the collective below.
         is_last = step >= state.max_steps
-        reads = control.should_log or control.should_save or control.should_evaluate
-        if step % CHECK_INTERVAL and not (reads or is_last):
+        is_read = control.should_log or control.should_save or control.should_evaluate
+        if step % CHECK_INTERVAL and not (is_read or is_last):
             return control
-        streak, longest, end = max_over_processes(counts)
+        streak, longest, limit_step = max_over_processes(counts)
         self.is_bad = streak > 0
         if self.is_bad and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
         if longest >= self.limit:
-            first = max(end - self.limit + 1, 1)
-            rate = self._rates.get(first)
+            first_step = max(limit_step - self.limit + 1, 1)
+            rate = self._rates.get(first_step)
             self.verdict = (
                 "the loss or the gradient norm was NaN or infinite in "
-                f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first} to'} "
-                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first})'}"
+                f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first_step} to'} "
+                f"{limit_step}"
+                f"{'' if rate is None else f' (learning rate {rate:g} at step {first_step})'}"
             )
-            if first == 1:
+            if first_step == 1:
                 self.verdict += "; it was so from the first step on: check the model and the data"
             control.should_training_stop = control.should_log = True
             control.should_save = False
@@ -164,8 +165,8 @@ def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: s
         suspects = (~torch.stack([tensor.sum().float() for tensor in tensors]).isfinite()).int()
         for index in suspects.nonzero().flatten().tolist():
             suspects[index] = (~tensors[index].isfinite()).any()
-    flags = max_over_processes(suspects)
-    nonfinite = [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
+    nonfinite_flags = max_over_processes(suspects)
+    nonfinite = [name for name, is_bad in zip(names, nonfinite_flags, strict=True) if is_bad]
     if nonfinite:
         tensors_in_words = pluralize(len(nonfinite), "tensor")
         raise Diverged(f"{message}, in {tensors_in_words}: {listed(nonfinite, MAX_NAMES)}")

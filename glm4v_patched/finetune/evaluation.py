@@ -53,12 +53,15 @@ class EvalGenerations:
             batch_size: Rows that are answered at once.
             positions: Size of the model's position table.
         """
-        fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        step = max(len(fitting) / max(number, 1), 1)
-        chosen = [int(fitting[int(n * step)]) for n in range(min(number, len(fitting)))]
+        fitting_rows = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
+        stride = max(len(fitting_rows) / max(number, 1), 1)
+        sampled_rows = [
+            int(fitting_rows[int(index * stride)])
+            for index in range(min(number, len(fitting_rows)))
+        ]
         conversations = checked.conversations()
-        self.questions = [make_question(row, conversations[row]) for row in chosen]
-        self.rows = [checked.row_labels[row] for row in chosen]
+        self.questions = [make_question(row, conversations[row]) for row in sampled_rows]
+        self.rows = [checked.row_labels[row] for row in sampled_rows]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
@@ -103,6 +106,6 @@ def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int
         rank, processes = dist.get_rank(), dist.get_world_size()
     indices = list(range(rows))
     batches = [indices[start : start + batch_size] for start in range(0, rows, batch_size)]
-    own = batches[rank::processes]
-    num_fillers = -(-len(batches) // processes) - len(own)
-    return own + batches[:1] * num_fillers, [1] * len(own) + [0] * num_fillers
+    own_batches = batches[rank::processes]
+    num_fillers = -(-len(batches) // processes) - len(own_batches)
+    return own_batches + batches[:1] * num_fillers, [1] * len(own_batches) + [0] * num_fillers

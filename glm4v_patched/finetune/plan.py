@@ -226,17 +226,17 @@ def make_plan(
             no evaluation that it needs, or no valid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
-    rows = checked.batch_sequences()
-    require_batches(job, len(rows.lengths), placement.processes)
-    batch = largest_batch(job, rows, placement.processes)
-    steps_an_epoch = trainer.steps_in_epoch(len(rows.lengths), placement.processes)
+    sequences = checked.batch_sequences()
+    require_batches(job, len(sequences.lengths), placement.processes)
+    batch = largest_batch(job, sequences, placement.processes)
+    steps_an_epoch = trainer.steps_in_epoch(len(sequences.lengths), placement.processes)
     steps = trainer.total_steps(steps_an_epoch)
     require_evaluations(trainer, checked, steps, steps_an_epoch)
     local_world_size = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
     free = apply_memory_limit(free, job.options.memory_limit)
     options = decide_options(config, job.options, batch, free, steps)
-    images = int(batch.images_per_sequence) * batch.num_sequences
+    images_per_batch = int(batch.images_per_sequence) * batch.num_sequences
     arguments = training_arguments(
         job,
         options,
@@ -246,7 +246,7 @@ def make_plan(
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
         loading=loader_options(
-            trainer.undeclared_fields, local_world_size, images, config.vision.image_size
+            trainer.undeclared_fields, local_world_size, images_per_batch, config.vision.image_size
         ),
     )
     require_schedule(arguments)
@@ -266,7 +266,7 @@ def make_plan(
         length=trainer.length,
         public_values=job.public_values,
         batch=batch,
-        rows=len(rows.lengths),
+        rows=len(sequences.lengths),
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,

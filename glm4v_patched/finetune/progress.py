@@ -159,5 +159,5 @@ class Progress(TrainerCallback):
 
 def _short(rate: float) -> str:
     """Return a learning rate as 1.0e-4, without a zero in the exponent."""
-    digits, _, exponent = f"{rate:.1e}".partition("e")
-    return f"{digits}e{int(exponent)}" if rate else "0"
+    mantissa, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if rate else "0"

@@ -89,21 +89,21 @@ def locked(folder: Path) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _take_lock(folder / LOCK)
+        descriptor = _take_lock(folder / LOCK)
     except OSError as error:
         raise _unusable(folder, find_folder_problem(str(folder)) or error.strerror) from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
-        os.truncate(file, 0)
-        os.pwrite(file, f"{HOLDER}{os.getpid()} on {command}".encode(), 0)
+        holder = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{HOLDER}{os.getpid()} on {holder}".encode(), 0)
         yield
     finally:
         # Unlink before unlocking: a process that has opened the file before notices that it is
         # gone.
         with suppress(OSError):
             os.unlink(folder / LOCK)
-        os.close(file)
+        os.close(descriptor)
         with suppress(OSError):  # the folder is not empty after a run
             for path in created:
                 path.rmdir()
@@ -123,22 +123,24 @@ def _unusable(folder: Path, problem: str | None) -> ValueError:
     )
 
 
-def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int:
+def _take_lock(
+    lock: Path, flags: int = os.O_RDWR | os.O_CREAT, lock_type: int = fcntl.LOCK_EX
+) -> int:
     """Lock a file, and return its descriptor; raise ``ValueError`` if another run holds it."""
     while True:
         require_file(lock, alone=True)
-        file = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
         try:
-            holder = os.pread(file, 10_000, 0).decode(errors="replace")
-            take_lock(file, lock, kind)
-            if os.path.samestat(os.fstat(file), os.stat(lock)):
+            holder = os.pread(descriptor, 10_000, 0).decode(errors="replace")
+            take_lock(descriptor, lock, lock_type)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 if holder and not holder.startswith(HOLDER):
                     raise ValueError(_not_ours(lock))
-                return file
+                return descriptor
         except FileNotFoundError:
             pass
         except BaseException as error:
-            os.close(file)
+            os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise
             holder = holder or "a process that has just taken the lock"
@@ -146,7 +148,7 @@ def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcnt
                 f"another run writes to {lock.parent} ({holder}); wait for it, end it, or give "
                 "this one another folder (out)"
             ) from None
-        os.close(file)
+        os.close(descriptor)
 
 
 def _not_ours(path: Path) -> str:
@@ -158,12 +160,12 @@ def find_foreign_images(folder: Path) -> str | None:
     """Return a problem if a folder holds images and was never a run's folder, else None."""
     if not folder.is_dir() or read_record(folder) is not None:
         return None
-    images = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    images = [name for name in images if name not in (PLOT, SHEET)]
-    if not images:
+    image_names = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    image_names = [name for name in image_names if name not in (PLOT, SHEET)]
+    if not image_names:
         return None
     return (
-        f"it holds images ({listed(images, 2)}), among which the run would write its files; "
+        f"it holds images ({listed(image_names, 2)}), among which the run would write its files; "
         "expected a new folder"
     )
 

@@ -31,10 +31,10 @@ def require_schedule(arguments: Arguments) -> None:
     Invalid rates are negative, not finite, above ``learning_rate``, or all 0.
     """
     name, kwargs, steps = arguments["lr_scheduler_type"], _kwargs(arguments), arguments["max_steps"]
-    if name not in (known := [kind.value for kind in SchedulerType]):
+    if name not in (known_names := [kind.value for kind in SchedulerType]):
         raise ValueError(
             f"trainer.lr_scheduler_type is {name}, which transformers {transformers.__version__} "
-            f"does not have; expected one of {', '.join(known)}"
+            f"does not have; expected one of {', '.join(known_names)}"
         )
     _require_kwargs(arguments)
     options = f"with {arguments['warmup_steps']:,} steps of warm-up (trainer.warmup_steps)"
@@ -48,9 +48,9 @@ def require_schedule(arguments: Arguments) -> None:
             f"{error_text(error)}"
         ) from None
     peak = arguments["learning_rate"]
-    limit = math.inf if name in METRIC_SCHEDULES else peak
+    highest_allowed = math.inf if name in METRIC_SCHEDULES else peak
     for step, rate in rates:
-        if not 0 <= rate <= limit * (1 + ROUNDING) or rate == math.inf:
+        if not 0 <= rate <= highest_allowed * (1 + ROUNDING) or rate == math.inf:
             raise ValueError(
                 f"trainer.lr_scheduler_type {name} {options} has the learning rate {rate:g} at "
                 f"step {min(step + 1, steps):,} of {steps:,}; expected 0 to "
@@ -69,16 +69,16 @@ def schedule_warnings(arguments: Arguments) -> Iterator[str]:
     steps = arguments["max_steps"]
     sampled = [(step, rate) for step, rate in learning_rates(arguments) if step < steps]
     rates = [rate for _, rate in sampled]
-    warmup, peak = arguments["warmup_steps"], max(rates) / arguments["learning_rate"]
-    if peak < MIN_PEAK_SHARE:
+    warmup, peak_share = arguments["warmup_steps"], max(rates) / arguments["learning_rate"]
+    if peak_share < MIN_PEAK_SHARE:
         yield (
-            f"the learning rate is {peak:.0%} of trainer.learning_rate at most: the run has "
+            f"the learning rate is {peak_share:.0%} of trainer.learning_rate at most: the run has "
             f"{steps:,} steps, and trainer.warmup_steps is {warmup:,}"
         )
-    idle = sum(rate == 0 for step, rate in sampled if step >= warmup) / len(rates)
-    if idle > MAX_IDLE_SHARE:
+    idle_share = sum(rate == 0 for step, rate in sampled if step >= warmup) / len(rates)
+    if idle_share > MAX_IDLE_SHARE:
         yield (
-            f"the learning rate is 0 in {idle:.0%} of {steps:,} steps: see "
+            f"the learning rate is 0 in {idle_share:.0%} of {steps:,} steps: see "
             f"trainer.lr_scheduler_kwargs, {short_json(_kwargs(arguments))}"
         )
 
@@ -95,9 +95,9 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     )
     scheduler = _build(arguments, optimizer, _kwargs(arguments))
     if arguments["lr_scheduler_type"] not in METRIC_SCHEDULES:
-        [factor] = scheduler.lr_lambdas
+        [lr_lambda] = scheduler.lr_lambdas
         peak = arguments["learning_rate"]
-        return [(step, float(peak * factor(step))) for step in _sampled_steps(arguments)]
+        return [(step, float(peak * lr_lambda(step))) for step in _sampled_steps(arguments)]
     rates = [(0, arguments["learning_rate"])]
     for metric in [*range(0, -NUM_EVALUATIONS, -1), *[0] * NUM_EVALUATIONS]:
         scheduler.step(float(metric))

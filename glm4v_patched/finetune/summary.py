@@ -133,10 +133,10 @@ def _describe_steps(plan: Plan) -> str:
 
 
 def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
-    number, total = count_trained(config, plan.options), sum(count_parameters(config))
+    num_trained, total = count_trained(config, plan.options), sum(count_parameters(config))
     rates = plan.loop.rates or {"": plan.arguments["learning_rate"]}
     in_words = ", ".join(f"{part} {rate:g}".strip() for part, rate in rates.items())
-    return f"{plan.options.trained}: {number:,} of {total:,} weights; learning rate {in_words}"
+    return f"{plan.options.trained}: {num_trained:,} of {total:,} weights; learning rate {in_words}"
 
 
 def describe_policies(plan: Plan) -> str:

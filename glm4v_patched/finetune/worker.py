@@ -124,16 +124,16 @@ def _training_rows(
             plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
         )
         collator = ConversationCollator(processor, _stamps(checked))
-        positions = load_model_config(plan.base).seq_length
+        max_positions = load_model_config(plan.base).seq_length
         max_length = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamingCollator(collator, max_length, positions),
+            "data_collator": StreamingCollator(collator, max_length, max_positions),
         }
-    rows, shares = checked.conversations(), checked.batch_sequences().packs
-    if shares is not None:
+    rows, packs = checked.conversations(), checked.batch_sequences().packs
+    if packs is not None:
         collator = PackingCollator(processor, _stamps(checked))
-        return {"train_dataset": PackedDataset(rows, shares), "data_collator": collator}
+        return {"train_dataset": PackedDataset(rows, packs), "data_collator": collator}
     return {
         "train_dataset": rows,
         "data_collator": ConversationCollator(processor, _stamps(checked)),
@@ -144,16 +144,16 @@ def _eval_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, An
     """Return the evaluation data set, its collator, and the generations, if there are any."""
     if checked.eval is None:
         return {}
-    number, max_new_tokens = plan.answers
+    num_answers, max_new_tokens = plan.answers
     batch_size, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
-    positions = load_model_config(plan.base).seq_length
+    max_positions = load_model_config(plan.base).seq_length
     eval_generations = EvalGenerations(
-        checked.eval, processor, sheet, number, max_new_tokens, batch_size, positions
+        checked.eval, processor, sheet, num_answers, max_new_tokens, batch_size, max_positions
     )
     return {
         "eval_dataset": checked.eval.conversations(),
         "eval_collator": ConversationCollator(processor, _stamps(checked)),
-        "eval_generations": eval_generations if number else None,
+        "eval_generations": eval_generations if num_answers else None,
     }
 
 

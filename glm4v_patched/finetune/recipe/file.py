@@ -295,16 +295,16 @@ def _marked(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLErro
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
+def _add_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
     """Add the line of each key in a node by its dotted name; raise for a key that is repeated."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _add_lines(item, f"{outer}{index}.", lines)
+            _add_lines(item, f"{prefix}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
-            name, line = outer + key.value, key.start_mark.line + 1
+            name, line = prefix + key.value, key.start_mark.line + 1
             if name in lines:
                 first = lines[name]
                 message = f"{short_name(name)} is there twice, in lines {first} and {line}"

@@ -190,7 +190,8 @@ def check_values(values: Any) -> Checked:
         name = ".".join(path)
         if (annotation := _type_of(path)) is None:
             problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
-        elif value is not None or path in DECLARED:  # TrainingArguments has defaults
+        elif value is not None or path in DECLARED:
+            # A null of another field is left out: TrainingArguments has its own default.
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
@@ -301,13 +302,13 @@ def _suggest(name: str, value: Any, annotation: Any) -> str:
     texts = value if isinstance(value, list | dict) else [value]
     words = [word for text in texts if isinstance(text, str) for word in text.split("+")]
     choices = [*_literals(annotation), *re.split(", | or |: |a list of ", expected(annotation))]
-    near: dict[str, None] = {}
+    suggestions: dict[str, None] = {}
     for word in words[:MAX_PROBLEMS]:
         if word not in choices:
-            same = OTHER_VALUES.get(name, {}).get(word)
+            equivalent = OTHER_VALUES.get(name, {}).get(word)
             close = difflib.get_close_matches(word, choices, 1, MIN_SIMILARITY)
-            near |= dict.fromkeys([same] if same else close)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+            suggestions |= dict.fromkeys([equivalent] if equivalent else close)
+    return f"; did you mean {', '.join(suggestions)}?" if suggestions else ""
 
 
 def _literals(annotation: Any) -> list[str]:
