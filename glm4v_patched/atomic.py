@@ -1,6 +1,6 @@
 """Atomic writes, locks, and checks that a path is a regular file of ours.
 
-An atomic write leaves either the old content or all of the new one, even after a power cut. The
+An atomic write leaves either the old content or all of the new content, even after a power cut. The
 checks refuse links, pipes and folders where a file is expected.
 """
 

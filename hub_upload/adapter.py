@@ -22,8 +22,8 @@ def build_adapter_repository(
 
     Args:
         name: Id of the adapters' repository, for the card.
-        base: Where others find the base model, as ``org/name@commit``; by default where the
-            adapters' config says.
+        base: The base model on the Hub, as ``org/name@commit``; by default the one that the
+            adapters' config names.
         trained: What was trained and on which data, for the manifest.
 
     Raises:

@@ -243,8 +243,8 @@ def build_contents(
 
     Args:
         name: Id of the repository, for the card.
-        licensed_at: Name of the license file where the weights come from, if ``source`` has it
-            under another name.
+        licensed_at: Name of the license file at the origin of the weights, if ``source`` has the
+            file under another name.
 
     Raises:
         ValueError: Names file and key of a setting that the published code would refuse.
@@ -365,8 +365,8 @@ def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict
 def _processor_files(source: SourceFiles) -> dict[str, bytes]:
     """Return the files of tokenizer and processor, for every supported transformers.
 
-    Tokenizer, template and the image processor's values are what save_pretrained writes, which is
-    the same in all versions. The config files around them differ, so their fields are written here:
+    save_pretrained writes the tokenizer, the template and the image processor's values, the same in
+    all versions. The config files around them differ, so their fields are written here:
     the source's for the tokenizer, and only the auto_map for the processor. transformers 4 reads
     the image processor only from a file of its own; transformers 5 reads that file, too.
     """

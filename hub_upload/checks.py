@@ -47,7 +47,7 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
     """Check that the files are exactly those of the manifest; return a summary.
 
     Args:
-        read_weights: Compare the sha256 of a folder's weights, too, not only their size.
+        read_weights: Compare the sha256 of a folder's weights, not only their size.
 
     Raises:
         ValueError: A file is missing, additional or different.
@@ -75,7 +75,7 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
 def check_weight_files(target: BuiltFiles) -> str:
     """Check that the weight files are readable, match the index and fit the model.
 
-    If the weights are not in the folder, only the names in the index are checked.
+    If the Hub is to copy the weights, only the names in the index are checked.
 
     Raises:
         ValueError: Weights are missing, additional or of another shape than the model's.

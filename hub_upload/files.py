@@ -46,7 +46,7 @@ class SourceFiles:
 
     Attributes:
         weights: Files of weights that the loader will open.
-        fine_tune: How the weights were trained; None for the original's.
+        fine_tune: How the weights were trained; None for the original weights.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for path in (Path(parent, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
-            # Weights may be hard links to their source; text never is, as a build writes it.
+            # Weights may be hard links to their source; text is not, because a build writes it.
             if path.is_symlink() or find_file_problem(
                 path, alone=is_small(name, path.stat().st_size)
             ):

@@ -56,7 +56,7 @@ def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)
 def run_published_code(python: str, source: Path, home: Path) -> tuple[list[str], str]:
     """Run :mod:`load_check` with empty caches; return its output lines, and how it ended.
 
-    Its whole process group is killed when the process ends or exceeds :data:`LOAD_TIMEOUT_S`.
+    The whole process group is killed when the process ends or exceeds :data:`LOAD_TIMEOUT_S`.
     """
     home.mkdir()
     environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}

@@ -167,7 +167,7 @@ def verify(
         name: Folder, or org/name.
         revision: Commit, tag or branch of a repository.
         read_weights: Compare the sha256 of a folder's weights, too.
-        pythons: Interpreters that load it, in place of this one, to test other environments.
+        pythons: Interpreters to load the model with, in place of this one.
 
     Raises:
         ValueError: ``name`` is neither, or is no build of ours; or an interpreter is missing.

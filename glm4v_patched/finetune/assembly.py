@@ -67,7 +67,7 @@ def build_trainer(
         arguments: From :func:`init_training`.
         callbacks: Further callbacks. They run before the one that detects divergence.
         reuse_features: Whether to cache the features of a frozen vision tower in memory; or the
-            folder for them.
+            folder of the cache.
         data: ``train_dataset``, ``data_collator`` and further arguments of
             :class:`RecipeTrainer`.
     """

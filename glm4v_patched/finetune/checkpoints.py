@@ -1,7 +1,7 @@
 """Detect which checkpoints are complete, and whether a run may resume from one.
 
-The Trainer and DeepSpeed write about ten files of a checkpoint from every process, straight into
-its final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
+The Trainer and DeepSpeed write a checkpoint's files, about ten from each process, straight into its
+final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
 therefore counts only with a manifest, ``complete.json``, which is written last, after every process
 has written its files and all is on the disk. The manifest lists the files with their sizes and
 digests, and the fingerprint that a resumed run must match.
@@ -40,8 +40,8 @@ class RowDigests:
     Args:
         number: How many rows are trained on.
         digest: Digest of these rows in their order, with the bytes of their images.
-        evaluated: Digest of the rows for evaluation, if they decide what is saved or when the run
-            ends; else None.
+        evaluated: Digest of the rows for evaluation, if evaluations decide which step is saved or
+            when the run ends; else None.
     """
 
     number: int

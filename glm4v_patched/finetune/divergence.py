@@ -1,8 +1,8 @@
 """Detect a diverged training: loss, gradients or weights that are NaN or infinite.
 
-No step waits for the GPU. Whether a step was finite is accumulated on the device, and read when the
-Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. The result is reduced over
-all processes, so that they end together.
+No step waits for the GPU. The device counts the steps that were not finite; the counts are read
+when the Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. They are reduced
+over all processes, so that all end together.
 """
 
 import logging
@@ -102,7 +102,7 @@ class DivergenceMonitor(TrainerCallback):
         counts[1] = torch.maximum(counts[0], counts[1])
         counts[2] += step * ((counts[0] == self.limit) & (counts[2] == 0))
         self._step_is_bad.zero_()
-        # All processes decide alike whether to go on to the collective below.
+        # All processes must decide alike, because a collective follows.
         is_last = step >= state.max_steps
         is_read = control.should_log or control.should_save or control.should_evaluate
         if step % CHECK_INTERVAL and not (is_read or is_last):

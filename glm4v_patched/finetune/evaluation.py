@@ -96,10 +96,10 @@ class EvalGenerations:
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return this process's batches of row indices, and a weight for each: 1, or 0 for a filler.
+    """Return this process's batches of row indices, and their weights: 0 for fillers, else 1.
 
-    All processes get the same number of batches, because they gather weights together. A process
-    with fewer batches computes the first batch again, with the weight 0.
+    All processes get the same number of batches, because they gather sharded
+    weights together. A process with fewer batches gets the first batch again, as a filler.
     """
     rank, processes = 0, 1
     if dist.is_initialized():

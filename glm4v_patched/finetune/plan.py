@@ -70,7 +70,7 @@ class Plan:
         options: Options of the engine, without "auto".
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
         reuse_features: ``data.reuse_features`` of the recipe.
-        answers: How many rows for evaluation are answered, and the maximum tokens of an answer.
+        answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
         length: Length of the run by the recipe (:attr:`TrainerFields.length`).
         public_values: As in :class:`Job`.
@@ -78,7 +78,7 @@ class Plan:
         rows: Rows of an epoch, after packing; of a stream the checked rows.
         steps: Optimizer steps of the run, including those before the checkpoint.
         steps_an_epoch: Optimizer steps of one pass over the rows.
-        free: Free bytes on each GPU when the plan was made, the minimum; 0 on a CPU.
+        free: Free bytes when the plan was made, on the GPU with the fewest; 0 on a CPU.
         needed: Estimated peak bytes of a step on each GPU.
         space: Disk space that the run needs.
         checkpoint: Checkpoint in ``out`` to resume from.
@@ -364,7 +364,7 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
-        with_evaluated: Whether rows for evaluation decide what is saved, or when the run ends.
+        with_evaluated: Whether evaluations decide which step is saved, or when the run ends.
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:

@@ -44,7 +44,7 @@ def validate_recipe(
 
     Args:
         overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
-        processes, device: As :func:`place_processes` takes them, for this machine.
+        processes, device: Arguments of :func:`place_processes`, for this machine.
         world_size: Number of processes of all machines, if there are several.
 
     Raises:
@@ -164,7 +164,7 @@ def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
     outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
         outputs["data.reuse_features"] = features
-        if is_within(recipe.out, features):  # features inside out are fine, unlike this
+        if is_within(recipe.out, features):  # features may lie inside out
             text = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
             text += "; expected out in a folder of its own, beside or around it"
             problems.append(RecipeProblem("out", text))

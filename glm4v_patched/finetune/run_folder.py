@@ -32,7 +32,7 @@ from ..terminal_text import listed
 from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
-HOLDER = "process "  # the lock file begins with this, followed by who holds the lock
+HOLDER = "process "  # begins the lock file, which describes the process that holds the lock
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
 """The resolved recipe, the plan, and the result of the data check."""
 # The trained model or adapters, and the files that are needed to load them.
@@ -80,8 +80,8 @@ def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
 def locked(folder: Path) -> Iterator[None]:
     """Create a folder if it is missing, and hold its lock during the block.
 
-    The lock is flock's, so the kernel releases it however this process ends. filelock would not
-    tell who holds a lock, and would write to a file of somebody else.
+    The lock is flock's, so the kernel releases it however this process ends. The package filelock
+    would not tell who holds a lock, and would write to a file of somebody else.
 
     Raises:
         ValueError: Another run holds the lock, or the folder cannot be written to.
@@ -99,8 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.pwrite(descriptor, f"{HOLDER}{os.getpid()} on {holder}".encode(), 0)
         yield
     finally:
-        # Unlink before unlocking: a process that has opened the file before notices that it is
-        # gone.
+        # Unlink before unlocking: a process that opened the file earlier notices its removal.
         with suppress(OSError):
             os.unlink(folder / LOCK)
         os.close(descriptor)
@@ -184,8 +183,8 @@ def require_usable(
         inputs: Files that the run reads (:attr:`job.Job.inputs`).
         length: Length of the run (:attr:`TrainerFields.length`).
         adapters: Whether the run trains adapters.
-        overwrite: Whether files of earlier runs may be removed: those that :func:`run_file_names`
-            knows and ``run.json`` lists.
+        overwrite: Whether files of earlier runs may be removed, if :func:`run_file_names` knows
+            them and ``run.json`` lists them.
 
     Returns:
         The names to remove, for :func:`start_record`.

@@ -88,7 +88,7 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             # peft would ask the Hub for the base's config, to see whether embeddings were resized.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
-        # The Trainer replaces the model's three end tokens by the tokenizer's one.
+        # The Trainer replaces the model's three end tokens with the tokenizer's single one.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
@@ -276,7 +276,7 @@ class RecipeTrainer(Trainer):
         return (is_best and is_finite or self.bad_rows.has_ended) and not is_over
 
     def _load_best_model(self) -> None:
-        # The last step has no checkpoint. If it is the best, its weights are loaded already.
+        # The last step has no checkpoint. If it is the best, the model has its weights already.
         if self.state.best_global_step != self.state.global_step:
             super()._load_best_model()
 
@@ -370,8 +370,8 @@ class CheckpointSchedule(TrainerCallback):
         if is_last:
             # Evaluate before the best weights are loaded, which older transformers do not.
             control.should_evaluate |= args.eval_strategy == "steps"
-            # The model itself will be saved, and from a checkpoint of the last step the Trainer
-            # would resume with one step more.
+            # The model itself will be saved; a run resumed from a checkpoint of the last step would
+            # make one step too many.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
             # A resumed run would lose the losses before its checkpoint from a mean that spans it;

@@ -1,4 +1,4 @@
-"""The names of other programs for a recipe's fields, and fields that recipes do not have.
+"""Other programs' names for a recipe's fields, and fields that recipes do not have.
 
 The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``TrainingArguments``.
 """

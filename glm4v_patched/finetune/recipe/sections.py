@@ -74,7 +74,7 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # Model and data.train may change: their contents are compared instead of their paths.
+    # The paths model and data.train may change: a resumed run compares the contents instead.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]

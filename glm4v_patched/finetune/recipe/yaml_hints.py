@@ -66,13 +66,13 @@ def find_mistake(line: str) -> str | None:
 
 
 def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return the number of the last line before another that is not empty, and no comment."""
+    """Return, in a list, the number of the last line with content before line ``number``."""
     before = range(min(number - 1, len(lines)), 0, -1)
     return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
 
 
 def _bad_indentation(lines: list[str], number: int) -> str | None:
-    """Say how a line and the one before it are indented, if that differs."""
+    """Describe how a line and the one before it are indented, if they differ."""
     before = _content_before(lines, number)
     if number > len(lines) or not before:
         return None
