@@ -261,10 +261,8 @@ def build_contents(
         "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
     # The license of the weights; a source that we built has our code's license, too.
-    license_names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
-    license_name = next(
-        (n for n in license_names if source.content(n) not in (None, our_license)), None
-    )
+    names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
+    license_name = next((n for n in names if source.content(n) not in (None, our_license)), None)
     for target, original in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
         if original and (content := source.content(original)) is not None:
             files[target] = content
@@ -365,10 +363,10 @@ def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict
 def _processor_files(source: SourceFiles) -> dict[str, bytes]:
     """Return the files of tokenizer and processor, for every supported transformers.
 
-    save_pretrained writes the tokenizer, the template and the image processor's values, the same in
-    all versions. The config files around them differ, so their fields are written here:
-    the source's for the tokenizer, and only the auto_map for the processor. transformers 4 reads
-    the image processor only from a file of its own; transformers 5 reads that file, too.
+    save_pretrained writes the same tokenizer, template and image processor's values in all
+    versions. The config files around them differ, so their fields are written here: the source's
+    for the tokenizer, and only the auto_map for the processor. transformers 4 reads the image
+    processor only from a file of its own; transformers 5 reads that file, too.
     """
     tokenizer = source.read_json(TOKENIZER_CONFIG)
     with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:

@@ -75,10 +75,8 @@ def run_steps(source: str) -> Iterator[str]:
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    without_gradient = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-    assert not without_gradient, (
-        f"{len(without_gradient)} weights have no finite gradient, such as {without_gradient[0]}"
-    )
+    lacking = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
+    assert not lacking, f"{len(lacking)} weights have no finite gradient, such as {lacking[0]}"
     yield f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
 
 

@@ -98,10 +98,8 @@ def _join_store() -> Any:
 def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
     """Run process 0: prepare the run, and let the others begin."""
     try:
-        local_placement = placement.local_processes, options.device
-        recipe, _ = validate_recipe(
-            options.recipe, options.overrides, *local_placement, placement.processes
-        )
+        local = placement.local_processes, options.device
+        recipe, _ = validate_recipe(options.recipe, options.overrides, *local, placement.processes)
         job = resolve_recipe(recipe)
         # Several processes need ZeRO; the GPUs of this machine were checked above.
         place_processes(placement.processes, "cpu", job.options.zero_stage)

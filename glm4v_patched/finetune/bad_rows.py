@@ -20,8 +20,7 @@ class BadRowTracker(TrainerCallback):
     """Prints the skipped rows, and ends a run that cannot go on.
 
     The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes do
-    not wait for each other in every step. A run that has made all of its steps is complete
-    despite bad rows.
+    not wait for each other in every step. A run that has made all steps is complete anyway.
 
     Args:
         ends: Whether a row that cannot be used ends the run. A data set that cannot be read any

@@ -107,19 +107,18 @@ class DivergenceMonitor(TrainerCallback):
         is_read = control.should_log or control.should_save or control.should_evaluate
         if step % CHECK_INTERVAL and not (is_read or is_last):
             return control
-        streak, longest, limit_step = max_over_processes(counts)
+        streak, longest, end = max_over_processes(counts)
         self.is_bad = streak > 0
         if self.is_bad and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
         if longest >= self.limit:
-            first_step = max(limit_step - self.limit + 1, 1)
+            first_step = max(end - self.limit + 1, 1)
             rate = self._rates.get(first_step)
             self.verdict = (
                 "the loss or the gradient norm was NaN or infinite in "
                 f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first_step} to'} "
-                f"{limit_step}"
-                f"{'' if rate is None else f' (learning rate {rate:g} at step {first_step})'}"
+                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first_step})'}"
             )
             if first_step == 1:
                 self.verdict += "; it was so from the first step on: check the model and the data"

@@ -53,15 +53,12 @@ class EvalGenerations:
             batch_size: Rows that are answered at once.
             positions: Size of the model's position table.
         """
-        fitting_rows = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        stride = max(len(fitting_rows) / max(number, 1), 1)
-        sampled_rows = [
-            int(fitting_rows[int(index * stride)])
-            for index in range(min(number, len(fitting_rows)))
-        ]
+        fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
+        stride = max(len(fitting) / max(number, 1), 1)
+        sampled = [int(fitting[int(n * stride)]) for n in range(min(number, len(fitting)))]
         conversations = checked.conversations()
-        self.questions = [make_question(row, conversations[row]) for row in sampled_rows]
-        self.rows = [checked.row_labels[row] for row in sampled_rows]
+        self.questions = [make_question(row, conversations[row]) for row in sampled]
+        self.rows = [checked.row_labels[row] for row in sampled]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
@@ -98,8 +95,8 @@ class EvalGenerations:
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
     """Return this process's batches of row indices, and their weights: 0 for fillers, else 1.
 
-    All processes get the same number of batches, because they gather sharded
-    weights together. A process with fewer batches gets the first batch again, as a filler.
+    All processes get the same number of batches, because they gather weights together. A process
+    with fewer batches gets the first batch again, as a filler.
     """
     rank, processes = 0, 1
     if dist.is_initialized():

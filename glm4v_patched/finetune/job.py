@@ -33,8 +33,7 @@ class Job:
         options: Options of the engine, "auto" where the recipe leaves them open.
         data, trainer: Sections of the recipe.
         from_scratch: Prefixes of the names of weights that the model lacks on purpose.
-        max_nonfinite_steps: End the run after so many steps in a row whose loss or gradient norm is
-            NaN or infinite.
+        max_nonfinite_steps: End the run after so many NaN or infinite steps in a row.
         decisive: Values that determine the result of training, by dotted names.
         public_values: Values for the card of adapters, without names of files.
         values: All values of the recipe, as written to ``out``.

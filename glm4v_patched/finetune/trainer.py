@@ -374,8 +374,7 @@ class CheckpointSchedule(TrainerCallback):
             # make one step too many.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
-            # A resumed run would lose the losses before its checkpoint from a mean that spans it;
-            # at the end, the last losses would not be logged.
+            # Otherwise the losses since the last entry would be lost at the end, or on resuming.
             control.should_log = args.logging_strategy != "no"
         return control
 

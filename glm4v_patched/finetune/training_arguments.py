@@ -28,8 +28,7 @@ class LoopOptions:
         max_nonfinite_steps: As in :class:`job.Job`.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
-        patience, threshold: Arguments of transformers' EarlyStoppingCallback; patience None
-            disables early stopping.
+        patience, threshold: For EarlyStoppingCallback; without a patience, no early stopping.
         worker_start: Start method of dataloader workers (:func:`data.workers.worker_start`).
     """
 
