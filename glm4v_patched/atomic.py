@@ -1,6 +1,6 @@
 """Atomic writes, locks, and checks that a path is a regular file of ours.
 
-An atomic write leaves either the old content or all of the new one, even after a power cut. The
+An atomic write leaves either the old content or all of the new content, even after a power cut. The
 checks refuse links, pipes and folders where a file is expected.
 """
 
@@ -67,7 +67,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing in pieces; it replaces the old one when the block ends.
+    """Open a file for writing in pieces; the new file replaces the old one after the block.
 
     See :func:`write_atomically`.
     """
@@ -130,7 +130,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 def require_inside(path: Path, folder: Path) -> None:
     """Raise ``ValueError`` for a file that must not be copied from a model's folder.
 
-    That is a link to a file outside of the folder, or a file with further hard links.
+    Such a file is a link to a file outside of the folder, or has further hard links.
     """
     if path.is_symlink():
         if not path.is_file() or not is_inside(path, folder):
@@ -154,7 +154,7 @@ def apply_umask(folder: Path) -> None:
 
 
 def remove_partial(folder: Path, names: list[str]) -> None:
-    """Remove the partial files that a killed process left of :func:`open_atomically`.
+    """Remove the partial files that a process killed in :func:`open_atomically` left.
 
     No process may be writing these files.
     """

@@ -127,7 +127,7 @@ def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fiel
     return message + (fields if has_fields and names else "; --help lists what there is")
 
 
-# Commands import late: --help and mistakes are answered without loading torch.
+# Commands import late, so that --help and usage errors are answered without loading torch.
 
 
 def _run_demo(options: argparse.Namespace) -> None:

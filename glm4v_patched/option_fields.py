@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Exact:
-    """Marks a Literal that rejects equal values of another type, as Python has ``True == 1``."""
+    """Marks a Literal that rejects equal values of another type: in Python, ``True == 1``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
@@ -106,27 +106,27 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
         }
     if pattern := limits.get("pattern"):
 
-        def matching(text: str) -> str:
+        def read_matching(text: str) -> str:
             if not re.fullmatch(pattern, text):
                 raise ValueError
             return text
 
-        return {"type": _reader(matching, limits["expected"])}
+        return {"type": _reader(read_matching, limits["expected"])}
     if "ge" in limits:
         low, high = limits["ge"], limits.get("le", math.inf)
 
-        def within(text: str) -> float:
+        def read_number(text: str) -> float:
             if not low <= (value := number_type(text)) <= high:
                 raise ValueError
             return value
 
         expected = f"a number from {low}" + (f" to {high:g}" if "le" in limits else "")
-        return {"type": _reader(within, expected)}
+        return {"type": _reader(read_number, expected)}
     return {"type": number_type}
 
 
 def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Return ``read`` with errors that argparse prints, with what is expected."""
+    """Wrap ``read`` so that argparse prints its errors with the expected values."""
 
     def value_of(text: str) -> Any:
         try:

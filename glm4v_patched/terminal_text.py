@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Until the first line of show_progress, and between later ones.
+# Seconds until the first line of show_progress, and between later lines.
 FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 0.5, 5
 
 
 def own_command(*arguments: str) -> str:
-    """Return ``glm4v-patched ARGUMENTS`` as it runs in this Python, also if it is not activated."""
+    """Return ``glm4v-patched ARGUMENTS`` as a command for this Python, activated or not."""
     return shlex.join([*_program("glm4v-patched", "glm4v_patched"), *arguments])
 
 
@@ -74,7 +74,7 @@ _active: list[threading.Event] = []
 
 @contextmanager
 def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
-    """Print what is being done to standard error, if it takes long, and then every few seconds.
+    """Print the activity to standard error if the block takes long, and then every few seconds.
 
     Of nested calls only the innermost prints.
 
@@ -106,13 +106,13 @@ def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
 def _program(name: str, module: str) -> list[str]:
     """Return a program beside this Python, by its bare name if PATH has it; or ``python -m``."""
     bin_folder = Path(sys.executable).parent
-    beside = shutil.which(name, path=str(bin_folder))
-    if beside is None:
+    installed = shutil.which(name, path=str(bin_folder))
+    if installed is None:
         return [sys.executable, "-m", module]
     on_path = shutil.which(name)
-    if on_path is not None and os.path.samefile(on_path, beside):
+    if on_path is not None and os.path.samefile(on_path, installed):
         return [name]
-    # From the folder in which the command is printed, as .venv/bin/glm4v-patched.
+    # A path relative to the current folder, such as .venv/bin/glm4v-patched.
     if bin_folder != Path.cwd() and bin_folder.is_relative_to(Path.cwd()):
-        return [str(Path(beside).relative_to(Path.cwd()))]
-    return [beside]
+        return [str(Path(installed).relative_to(Path.cwd()))]
+    return [installed]

@@ -22,8 +22,8 @@ def build_adapter_repository(
 
     Args:
         name: Id of the adapters' repository, for the card.
-        base: Where others find the base model, as ``org/name@commit``; by default where the
-            adapters' config says.
+        base: The base model on the Hub, as ``org/name@commit``; by default the one that the
+            adapters' config names.
         trained: What was trained and on which data, for the manifest.
 
     Raises:
@@ -33,11 +33,11 @@ def build_adapter_repository(
     source = SourceFiles(str(folder), read_folder(folder))
     config = source.read_json(ADAPTER_CONFIG)
     config_base = base_of_adapters(folder)
-    text = base or f"{config_base.model}@{config_base.revision}"
-    model, _, commit = text.partition("@")
+    base_id = base or f"{config_base.model}@{config_base.revision}"
+    model, _, commit = base_id.partition("@")
     if not re.fullmatch(ID_PATTERN, model) or not re.fullmatch(COMMIT_PATTERN, commit):
         raise ValueError(
-            f"{folder} has adapters of {text}, which is not a model at a commit on the Hub, so "
+            f"{folder} has adapters of {base_id}, which is not a model at a commit on the Hub, so "
             f"others cannot find it; give --fine-tune-of {UPSTREAM}@<commit of 40 hex digits>, or "
             "another id and commit"
         )
@@ -48,12 +48,12 @@ def build_adapter_repository(
             f"{folder / MODEL_CARD} is missing, or is peft's template without content; describe "
             "the adapters in it, as `glm4v-patched train` does"
         )
-    text = name_base(card.decode(), model, commit).replace(
+    card_text = name_base(card.decode(), model, commit).replace(
         ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`."
     )
     weights = source.files[ADAPTER_WEIGHTS]
     assert weights.path is not None
-    files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: text.encode()}
+    files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: card_text.encode()}
     listed = {ADAPTER_WEIGHTS: ListedFile(size=weights.size, sha256=sha256_of_file(weights.path))}
     fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
     built = add_manifest(files, listed, fine_tune)

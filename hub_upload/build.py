@@ -1,7 +1,7 @@
 """Build the folder that is published: our code beside the original's weights and vocabulary.
 
-Deterministic: the same source and code give the same bytes with every supported transformers.
-Nothing that contains the version of the running transformers is written.
+The build is deterministic: the same source and code give the same bytes with every supported
+transformers, and no file has the version of the running transformers.
 """
 
 import json
@@ -58,7 +58,7 @@ from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manif
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE, GENERATION_CONFIG = "MODEL_LICENSE", "generation_config.json"
 TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
-# In the published config.json; saving a loaded model writes another class.
+# In the original's config.json; saving a loaded model writes another class.
 PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
 TRAINING_FILES = {"training.json", "trainer_state.json", "training_args.bin"}
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
@@ -243,8 +243,8 @@ def build_contents(
 
     Args:
         name: Id of the repository, for the card.
-        licensed_at: Name of the license file where the weights come from, if ``source`` has it
-            under another name.
+        licensed_at: Name of the license file at the origin of the weights, if ``source`` has the
+            file under another name.
 
     Raises:
         ValueError: Names file and key of a setting that the published code would refuse.
@@ -325,7 +325,7 @@ def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
 def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict[str, Any]:
     """Return config.json: the source's fields, missing token ids, and our classes for the loader.
 
-    Raises ``ValueError`` if it is not a glm-4v's, or does not fit tokenizer and image processor.
+    Raises ``ValueError`` if it is no config of a glm-4v, or does not fit the processor.
     """
     config = source.read_json("config.json")
     if quantized := config.get("quantization_config"):
@@ -363,10 +363,10 @@ def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict
 def _processor_files(source: SourceFiles) -> dict[str, bytes]:
     """Return the files of tokenizer and processor, for every supported transformers.
 
-    Tokenizer, template and the image processor's values are what save_pretrained writes, which is
-    the same in all versions. The config files around them differ, so their fields are written here:
-    the source's for the tokenizer, and only the auto_map for the processor. transformers 4 finds
-    the image processor in a file of its own only, and 5 looks there, too.
+    save_pretrained writes the same tokenizer, template and image processor's values in all
+    versions. The config files around them differ, so their fields are written here: the source's
+    for the tokenizer, and only the auto_map for the processor. transformers 4 reads the image
+    processor only from a file of its own; transformers 5 reads that file, too.
     """
     tokenizer = source.read_json(TOKENIZER_CONFIG)
     with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:

@@ -47,7 +47,7 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
     """Check that the files are exactly those of the manifest; return a summary.
 
     Args:
-        read_weights: Compare the sha256 of a folder's weights, too, not only their size.
+        read_weights: Compare the sha256 of a folder's weights, not only their size.
 
     Raises:
         ValueError: A file is missing, additional or different.
@@ -75,7 +75,7 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
 def check_weight_files(target: BuiltFiles) -> str:
     """Check that the weight files are readable, match the index and fit the model.
 
-    If the weights are not in the folder, only the names in the index are checked.
+    If the Hub is to copy the weights, only the names in the index are checked.
 
     Raises:
         ValueError: Weights are missing, additional or of another shape than the model's.
@@ -116,10 +116,10 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
 
 
 def check_adapter_settings(target: BuiltFiles) -> str:
-    """Check that adapters come without code, are LoRA for a commit on the Hub, and that their
-    settings name no other module or path; return a summary.
+    """Check the files and settings of adapters, and return a summary.
 
-    Raises ``ValueError`` otherwise.
+    Raises ``ValueError`` unless the adapters come without code and are LoRA for a commit on the
+    Hub, and their settings name no other module or path.
     """
     from peft import LoraConfig  # only adapters need peft
 
@@ -136,7 +136,7 @@ def check_adapter_settings(target: BuiltFiles) -> str:
     problem = f"{ADAPTER_CONFIG} names the base model {model}, but the manifest {base}"
     require_that(base and model == base, problem)
     require_that(re.fullmatch(COMMIT_PATTERN, commit), f"revision is {commit}, expected a commit")
-    # peft imports the modules that these name.
+    # peft imports the modules that these settings name.
     for name in ("auto_mapping", "megatron_config"):
         require_that(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
     require_that(

@@ -46,7 +46,7 @@ class SourceFiles:
 
     Attributes:
         weights: Files of weights that the loader will open.
-        fine_tune: How the weights were trained; None for the original's.
+        fine_tune: How the weights were trained; None for the original weights.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         hidden: Whether to include folders whose names begin with a dot; .git and .cache never are.
 
     Raises:
-        ValueError: For devices, pipes, hard-linked text, links to folders and links that lead out
-            of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
+        ValueError: There are devices, pipes, hard-linked text, links to folders or links that lead
+            out of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
     """
     files = {}
     for parent, folders, names in os.walk(folder):
@@ -142,13 +142,13 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for path in (Path(parent, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
-            # Weights may be hard links to their source; text never is, as a build writes it.
+            # Weights may be hard links to their source; text is not, because a build writes it.
             if path.is_symlink() or find_file_problem(
                 path, alone=is_small(name, path.stat().st_size)
             ):
                 require_inside(path, folder)
             size = path.stat().st_size
             # Later steps use these bytes, even if the file changes meanwhile.
-            small = is_small(name, size)
-            files[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
+            is_text = is_small(name, size)
+            files[name] = File.of(path.read_bytes(), path) if is_text else File(size, path=path)
     return files

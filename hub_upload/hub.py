@@ -15,13 +15,13 @@ from glm4v_patched.terminal_text import printable
 
 from .files import File, is_small, read_folder
 
-# Committing may take a server long. Used unless HF_HUB_DOWNLOAD_TIMEOUT is set.
+# Committing may take a server this long. Applies unless HF_HUB_DOWNLOAD_TIMEOUT is set.
 REQUEST_TIMEOUT_S = 60
 RETRY_HINT = "run the same command again: it continues where this run stopped"
 
 
 def limit_request_time() -> None:
-    """Limit all requests to ``HF_HUB_DOWNLOAD_TIMEOUT``; most of the client's set no timeout."""
+    """Limit every request to ``HF_HUB_DOWNLOAD_TIMEOUT``; most calls of the client set no limit."""
     session = huggingface_hub.get_session()
     client, hooks = type(session), {"request": [*session.event_hooks["request"], _limit]}
     huggingface_hub.set_client_factory(
@@ -39,8 +39,8 @@ def _limit(request) -> None:
 def describe_error(error: Exception) -> str:
     """Return the message for an unexpected error of the client, a disk or a library."""
     cause = error.__cause__
-    is_new = cause and str(cause) not in str(error)
-    reason = f" ({type(cause).__name__}: {cause})" if is_new else ""
+    adds_reason = cause and str(cause) not in str(error)
+    reason = f" ({type(cause).__name__}: {cause})" if adds_reason else ""
     return (
         f"{type(error).__name__}: {error}{reason}; {RETRY_HINT} (the Hub is "
         f"{url_origin(constants.ENDPOINT)}; `python -X dev -m hub_upload` shows the traceback)"

@@ -63,20 +63,20 @@ def run_steps(source: str) -> Iterator[str]:
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
     assert 0 < change < math.inf, f"another image changes the logits by {change}"
-    with torch.no_grad():  # with its generation_config.json
+    with torch.no_grad():  # generates by the folder's generation_config.json
         output = model.generate(**inputs, max_new_tokens=4)
-    number = output.shape[1] - inputs["input_ids"].shape[1]
-    yield f"{number} tokens; another image changes the logits by {change:.1e}"
+    num_tokens = output.shape[1] - inputs["input_ids"].shape[1]
+    yield f"{num_tokens} tokens; another image changes the logits by {change:.1e}"
 
     model.train()
-    # Renamed in transformers 5.23; 6.0 removes the old name.
-    new_name = getattr(model, "activation_checkpointing_enable", None)
-    (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    # transformers 5.23 renamed this method; 6.0 removes the old name.
+    enable_checkpointing = getattr(model, "activation_checkpointing_enable", None)
+    (enable_checkpointing or model.gradient_checkpointing_enable)({"use_reentrant": False})
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-    assert not without, f"{len(without)} weights have no finite gradient, such as {without[0]}"
+    lacking = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
+    assert not lacking, f"{len(lacking)} weights have no finite gradient, such as {lacking[0]}"
     yield f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
 
 
@@ -84,7 +84,7 @@ def make_inputs(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
     """Return model inputs for a question about a random image.
 
     Args:
-        dtype: Of the pixel values.
+        dtype: dtype of the pixel values.
     """
     import numpy as np
     from PIL import Image

@@ -32,11 +32,11 @@ def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)
     with TemporaryDirectory() as home:
         source = Path(home, "snapshot")
         source.mkdir()
-        small = sum(file.size for file in target.weights.values()) <= MAX_LOADED_BYTES
+        loads_weights = sum(file.size for file in target.weights.values()) <= MAX_LOADED_BYTES
         for name, file in target.files.items():
             if file.content is not None:
                 (source / name).write_bytes(file.content)
-            elif file.path and small:
+            elif file.path and loads_weights:
                 (source / name).symlink_to(os.path.realpath(file.path))
         for number, python in enumerate(pythons):
             print(
@@ -56,7 +56,7 @@ def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)
 def run_published_code(python: str, source: Path, home: Path) -> tuple[list[str], str]:
     """Run :mod:`load_check` with empty caches; return its output lines, and how it ended.
 
-    Its whole process group is killed when the process ends or exceeds :data:`LOAD_TIMEOUT_S`.
+    The whole process group is killed when the process ends or exceeds :data:`LOAD_TIMEOUT_S`.
     """
     home.mkdir()
     environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
@@ -84,8 +84,8 @@ def run_published_code(python: str, source: Path, home: Path) -> tuple[list[str]
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    last = errors.read_text(errors="replace").strip().splitlines()[-1:]
+    last_error = errors.read_text(errors="replace").strip().splitlines()[-1:]
     lines = output.read_text(errors="replace").splitlines(keepends=True)
     # A killed process may have written half a line.
     complete = [line for line in lines if line.endswith("\n")]
-    return complete, f"the process {end}: {last[0] if last else 'it printed no error'}"
+    return complete, f"the process {end}: {last_error[0] if last_error else 'it printed no error'}"

@@ -73,7 +73,7 @@ class Manifest(_ManifestModel):
 
 
 def parse_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
-    """Parse a manifest; raise ``ValueError`` with the field that no build would write."""
+    """Parse a manifest; raise ``ValueError`` that names an invalid field."""
     return Manifest.model_validate(parse_json_object(content, name))
 
 

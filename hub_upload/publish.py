@@ -29,7 +29,7 @@ from .layout import ID_PATTERN, MANIFEST
 from .manifest import parse_manifest
 from .verify import check_build
 
-GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
+GIT_FILE = ".gitattributes"  # the Hub creates this file with the repository
 UPLOAD_CURE = "build with --weights FOLDER, to upload the weights"
 TAG_CURE = "Users pin tags, so the tag is not moved: raise the version and build again"
 
@@ -42,7 +42,7 @@ def print_line(line: str) -> None:
 def read_built_folder(folder: Path) -> BuiltFiles:
     """Read a built folder, and raise ``ValueError`` if it does not pass verify.
 
-    The sha256 of weights is only compared when they are sent.
+    The sha256 of weights is compared only when the weights are sent.
     """
     files = read_folder(folder, hidden=True)
     build = BuiltFiles(str(folder), {n: file for n, file in files.items() if n not in GIT_FILES})

@@ -90,15 +90,17 @@ def _difference(name: str, actual: bytes | None, expected: bytes | None) -> str:
     if name.endswith(".json"):
         values, ours = (parse_json_object(content, name) for content in (actual, expected))
         for key in {**ours, **values}:
-            one, other = (
+            actual_text, expected_text = (
                 json.dumps(side[key]) if key in side else "absent" for side in (values, ours)
             )
-            if one != other:
-                return f"{name}: {key} is {one:.80}, expected {other:.80}"
+            if actual_text != expected_text:
+                return f"{name}: {key} is {actual_text:.80}, expected {expected_text:.80}"
     contents = (actual, expected)
     lines = zip_longest(*(text.decode(errors="replace").split("\n") for text in contents))
-    number, one, other = next((n, a, b) for n, (a, b) in enumerate(lines, 1) if a != b)
-    return f"{name}, line {number} is {one!r:.80}, expected {other!r:.80}"
+    number, actual_text, expected_text = next(
+        (n, a, b) for n, (a, b) in enumerate(lines, 1) if a != b
+    )
+    return f"{name}, line {number} is {actual_text!r:.80}, expected {expected_text!r:.80}"
 
 
 @dataclass
@@ -165,10 +167,10 @@ def verify(
         name: Folder, or org/name.
         revision: Commit, tag or branch of a repository.
         read_weights: Compare the sha256 of a folder's weights, too.
-        pythons: Interpreters that load it, in place of this one, to test other environments.
+        pythons: Interpreters to load the model with, in place of this one.
 
     Raises:
-        ValueError: It is neither, or not a build of ours, or an interpreter is missing.
+        ValueError: ``name`` is neither, or is no build of ours; or an interpreter is missing.
     """
     for python in pythons:
         require_that(shutil.which(python), f"--python {python}: no such program")

@@ -45,7 +45,7 @@ With {packages}. The terms of the base model's license for derived models apply 
 """
 
 
-# If the base is a local folder, hub_upload puts the base's name into the card later.
+# The card has these texts for a base in a local folder, until hub_upload puts in its id.
 NOT_ON_HUB, BASE_PLACEHOLDER = "a model that is not on the Hub", '"BASE"'
 BASE_LOCATION = "`BASE` is a folder of the model; `training.json` has the digests of its files."
 ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
@@ -57,7 +57,7 @@ def write_card(
     """Write the card of adapters in place of the empty one that peft leaves.
 
     Args:
-        base: Model of the adapters. A local folder is not named, for it means nothing to others.
+        base: Model of the adapters. A local folder is not named, because only this machine has it.
         recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
         report: Contents of ``training.json``.
         rows: Rows of an epoch.

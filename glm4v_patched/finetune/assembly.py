@@ -39,7 +39,7 @@ def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> Train
     if torch.cuda.is_available():
         join_process_group(options)
     training_args = TrainingArguments(**arguments)
-    # On a CPU transformers joins first: if DeepSpeed does, it compiles an extension.
+    # On a CPU transformers joins first, because DeepSpeed would compile an extension.
     join_process_group(options)
     set_seed(training_args.seed)  # for the initialization of adapters
     quiet_transformers()
@@ -67,7 +67,7 @@ def build_trainer(
         arguments: From :func:`init_training`.
         callbacks: Further callbacks. They run before the one that detects divergence.
         reuse_features: Whether to cache the features of a frozen vision tower in memory; or the
-            folder for them.
+            folder of the cache.
         data: ``train_dataset``, ``data_collator`` and further arguments of
             :class:`RecipeTrainer`.
     """

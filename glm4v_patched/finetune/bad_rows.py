@@ -17,18 +17,18 @@ class BadRow(NoResult):
 
 
 class BadRowTracker(TrainerCallback):
-    """Prints the rows that are skipped, and ends the run if it cannot go on.
+    """Prints the skipped rows, and ends a run that cannot go on.
 
     The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes do
-    not wait for each other in every step. A run that has made all of its steps is complete.
+    not wait for each other in every step. A run that has made all steps is complete anyway.
 
     Args:
         ends: Whether a row that cannot be used ends the run. A data set that cannot be read any
             further always ends it.
 
     Attributes:
-        problems: All problems of this process. A set, since a data set may be read several times.
-        fatal: Those problems after which the run cannot go on.
+        problems: All problems of this process, each once: a data set may be read several times.
+        fatal: The problems that end the run.
         num_skipped: How many rows all processes skipped; known after :meth:`conclude`.
     """
 
@@ -41,8 +41,8 @@ class BadRowTracker(TrainerCallback):
     def record(self, problems: list[str], unreadable: list[str]) -> None:
         """Record problems with rows of a batch, and with data sets that cannot be read further."""
         if not self.ends:
-            new = [problem for problem in problems if problem not in self.problems]
-            self._print(new[: max(MAX_PRINTED - len(self.problems), 0)])
+            new_problems = [problem for problem in problems if problem not in self.problems]
+            self._print(new_problems[: max(MAX_PRINTED - len(self.problems), 0)])
         self.problems |= dict.fromkeys([*problems, *unreadable])
         self.fatal |= dict.fromkeys([*unreadable, *(problems if self.ends else ())])
 
@@ -56,7 +56,7 @@ class BadRowTracker(TrainerCallback):
             [num_fatal] = max_over_processes(torch.tensor([num_fatal], device=args.device))
         if num_fatal:
             self.has_ended = control.should_save = control.should_training_stop = True
-            control.should_log = True  # as before each checkpoint
+            control.should_log = True  # so that the checkpoint has the whole history
         return control
 
     def conclude(self, step: int) -> None:
@@ -70,7 +70,7 @@ class BadRowTracker(TrainerCallback):
             by_process = [None] * dist.get_world_size()
             dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
         self.num_skipped = sum(number for number, _ in by_process)
-        if not self.has_ended:  # the last steps may have had some that were not printed yet
+        if not self.has_ended:  # problems of the last steps may not be printed yet
             self._print([*self.fatal][:MAX_PRINTED])
             return
         problems = [problem for _, fatal in by_process for problem in fatal]

@@ -1,7 +1,7 @@
 """Detect which checkpoints are complete, and whether a run may resume from one.
 
-The Trainer and DeepSpeed write about ten files of a checkpoint from every process, straight into
-its final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
+The Trainer and DeepSpeed write a checkpoint's files, about ten from each process, straight into its
+final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
 therefore counts only with a manifest, ``complete.json``, which is written last, after every process
 has written its files and all is on the disk. The manifest lists the files with their sizes and
 digests, and the fingerprint that a resumed run must match.
@@ -40,8 +40,8 @@ class RowDigests:
     Args:
         number: How many rows are trained on.
         digest: Digest of these rows in their order, with the bytes of their images.
-        evaluated: Digest of the rows for evaluation, if they decide what is saved or when the run
-            ends; else None.
+        evaluated: Digest of the rows for evaluation, if evaluations decide which step is saved or
+            when the run ends; else None.
     """
 
     number: int
@@ -68,7 +68,7 @@ def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) 
     """Mark a checkpoint as complete, once all of its files are on the disk."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != CHECKPOINT_MANIFEST]
-    # Otherwise a power cut could leave the manifest without the files.
+    # Without fsync, a power cut could leave the manifest without the files.
     for path in [*files, *{path.parent for path in files}]:
         _fsync(path)
     manifest: dict[str, Any] = asdict(fingerprint)
@@ -152,9 +152,9 @@ def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[st
         files = [(name, f["bytes"], f["sha256"]) for name, f in manifest["files"].items()]
         if not files:
             return [f"{CHECKPOINT_MANIFEST} is damaged: it lists no file"]
-        if odd := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
+        if bad := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
             return [
-                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"
+                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(bad[0])} is no file of the checkpoint"
             ]
     except FileNotFoundError:
         return [f"{CHECKPOINT_MANIFEST} is missing: the checkpoint was not written to its end"]
@@ -189,7 +189,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     """Raise ``ValueError`` for a checkpoint that a run in ``folder`` cannot resume from.
 
-    That is one that is incomplete, lies elsewhere, or is followed by complete checkpoints, which
+    Such a checkpoint is incomplete, lies elsewhere, or is followed by complete checkpoints, which
     would be overwritten.
     """
     present = list_checkpoints(folder)

@@ -20,7 +20,7 @@ class DiskSpace(NamedTuple):
     """Bytes on the disk that a run needs.
 
     Args:
-        model: Bytes of what is saved at the end.
+        model: Bytes of the model or adapters that are saved at the end.
         checkpoint: Bytes of one checkpoint.
         max_checkpoints: How many checkpoints are on the disk at once, at most.
         total: Bytes that the run still adds, at most.
@@ -78,8 +78,8 @@ def checkpoints_at_once(
     Args:
         may_end_with_one: Whether the run may end with a checkpoint at a row that cannot be used
             (:attr:`Data.ends_at_bad_row`).
-        steps: Steps of the run, if ``max_steps`` does not set them. Before they are known, one
-            checkpoint is counted if nothing limits their number.
+        steps: Steps of the run, if ``max_steps`` does not set them. Before the steps are
+            known, one checkpoint is counted if nothing limits the number of checkpoints.
     """
     limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
     # The best checkpoint stays beside the newest ones.
@@ -92,16 +92,16 @@ def checkpoints_at_once(
     )
     if strategy == "steps" and steps is not None:
         assert trainer.save_steps is not None
-        written = (steps - 1) // trainer.save_steps  # none at the last step
+        num_written = (steps - 1) // trainer.save_steps  # none at the last step
     elif strategy == "epoch" and trainer.max_steps is None:
-        written = max(math.ceil(trainer.num_train_epochs) - 1, 0)
+        num_written = max(math.ceil(trainer.num_train_epochs) - 1, 0)
     else:
-        written = 1 if upper_bound == math.inf else int(upper_bound)
-    return max(int(min(written + at_start, upper_bound)), int(may_end_with_one))
+        num_written = 1 if upper_bound == math.inf else int(upper_bound)
+    return max(int(min(num_written + at_start, upper_bound)), int(may_end_with_one))
 
 
 def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Return the bytes of what is saved at the end, and of one checkpoint."""
+    """Return the bytes of the model or adapters that are saved, and of one checkpoint."""
     total, trained = sum(count_parameters(config)), count_trained(config, options)
     adapters = count_lora(config, options)
     frozen = 0 if is_lora(options.trained) else total - trained  # LoRA saves the adapters alone

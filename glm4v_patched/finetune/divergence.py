@@ -1,8 +1,8 @@
 """Detect a diverged training: loss, gradients or weights that are NaN or infinite.
 
-No step waits for the GPU. Whether a step was finite is accumulated on the device, and read when the
-Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. The result is reduced over
-all processes, so that they end together.
+No step waits for the GPU. The device counts the steps that were not finite; the counts are read
+when the Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. They are reduced
+over all processes, so that all end together.
 """
 
 import logging
@@ -39,7 +39,7 @@ class DivergenceMonitor(TrainerCallback):
     :class:`Diverged`.
 
     Args:
-        limit: How many steps in a row; in a shorter run, all of its steps.
+        limit: Number of such steps in a row that end the run; in a shorter run, all of its steps.
 
     Attributes:
         verdict: Why the run was ended, or None.
@@ -67,20 +67,20 @@ class DivergenceMonitor(TrainerCallback):
     def record(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
         """Record the loss of a batch, and return it, or 0 if it is not finite.
 
-        In the Trainer's sum of losses, one that is not finite would hide all that follow;
-        :meth:`pop_nonfinite_loss` returns what was replaced by 0.
+        The Trainer sums losses for its log, where one NaN would hide all later losses;
+        :meth:`pop_nonfinite_loss` returns the losses that were replaced by 0.
 
         Args:
             loss: Scalar.
             norm: Norm of all gradients, if it is known; DeepSpeed's is negative if not finite.
         """
-        finite = torch.isfinite(loss)
-        self._step_is_bad |= ~finite
+        is_finite = torch.isfinite(loss)
+        self._step_is_bad |= ~is_finite
         if norm is not None:
             norm = torch.as_tensor(norm, device=loss.device)
             self._step_is_bad |= ~torch.isfinite(norm) | (norm < 0)
-        self._nonfinite_sum += torch.where(finite, 0, loss)
-        return torch.where(finite, loss, 0)
+        self._nonfinite_sum += torch.where(is_finite, 0, loss)
+        return torch.where(is_finite, loss, 0)
 
     def pop_nonfinite_loss(self) -> float:
         """Return the sum of all processes' losses since the last call that were not finite, or 0.
@@ -102,10 +102,10 @@ class DivergenceMonitor(TrainerCallback):
         counts[1] = torch.maximum(counts[0], counts[1])
         counts[2] += step * ((counts[0] == self.limit) & (counts[2] == 0))
         self._step_is_bad.zero_()
-        # All processes decide alike whether to go on to the collective below.
+        # All processes must decide alike, because a collective follows.
         is_last = step >= state.max_steps
-        reads = control.should_log or control.should_save or control.should_evaluate
-        if step % CHECK_INTERVAL and not (reads or is_last):
+        is_read = control.should_log or control.should_save or control.should_evaluate
+        if step % CHECK_INTERVAL and not (is_read or is_last):
             return control
         streak, longest, end = max_over_processes(counts)
         self.is_bad = streak > 0
@@ -113,14 +113,14 @@ class DivergenceMonitor(TrainerCallback):
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
         if longest >= self.limit:
-            first = max(end - self.limit + 1, 1)
-            rate = self._rates.get(first)
+            first_step = max(end - self.limit + 1, 1)
+            rate = self._rates.get(first_step)
             self.verdict = (
                 "the loss or the gradient norm was NaN or infinite in "
-                f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first} to'} "
-                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first})'}"
+                f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first_step} to'} "
+                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first_step})'}"
             )
-            if first == 1:
+            if first_step == 1:
                 self.verdict += "; it was so from the first step on: check the model and the data"
             control.should_training_stop = control.should_log = True
             control.should_save = False
@@ -141,10 +141,10 @@ def json_number(number: float) -> float | str:
 
 
 def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: str) -> None:
-    """Raise :class:`Diverged` on all processes if the weights of any have NaN or infinity.
+    """Raise :class:`Diverged` on all processes if weights of any process have NaN or infinity.
 
-    All processes must call this. Each reads its own shards once: that takes milliseconds on a GPU,
-    and on a CPU a tenth of the time to save them.
+    All processes must call this. Each reads its own shards once, which takes milliseconds on a GPU,
+    and on a CPU a tenth of the time to save the weights.
 
     Args:
         named: Names and parameters.
@@ -164,8 +164,8 @@ def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: s
         suspects = (~torch.stack([tensor.sum().float() for tensor in tensors]).isfinite()).int()
         for index in suspects.nonzero().flatten().tolist():
             suspects[index] = (~tensors[index].isfinite()).any()
-    flags = max_over_processes(suspects)
-    nonfinite = [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
+    nonfinite_flags = max_over_processes(suspects)
+    nonfinite = [name for name, is_bad in zip(names, nonfinite_flags, strict=True) if is_bad]
     if nonfinite:
         tensors_in_words = pluralize(len(nonfinite), "tensor")
         raise Diverged(f"{message}, in {tensors_in_words}: {listed(nonfinite, MAX_NAMES)}")

@@ -12,14 +12,14 @@ from .run_folder import PLOT, SHEET
 
 
 def describe_end(job: Job, on_cpu: bool) -> str:
-    """Describe a finished training by its report in ``job.out``.
+    """Describe a finished training, from its report in ``job.out``.
 
-    The lines say why it ended, which step's weights were saved, the speed and memory, the files,
-    and the next command.
+    The lines say why the training ended, which step's weights were saved, the speed and memory,
+    the files, and the next command.
     """
     report, out = read_report(job.out), str(job.out)
-    what = "adapters" if job.has_adapters else "model"
-    beside = [
+    result = "adapters" if job.has_adapters else "model"
+    extra_files = [
         str(path) for name in (PLOT, SHEET, TRAINING_REPORT) if (path := Path(out, name)).is_file()
     ]
     command = ["chat", out]
@@ -27,9 +27,9 @@ def describe_end(job: Job, on_cpu: bool) -> str:
         command = ["evaluate", out, "--data", job.data.eval, "--out", "evaluation"]
     lines = {
         "ended": _describe_reason(job, report),
-        "saved": f"the {what} of step {_describe_saved(job, report)}",
+        "saved": f"the {result} of step {_describe_saved(job, report)}",
         "measured": _describe_measured(report["measured"]),
-        "files": ", ".join([f"{out} ({what})", *beside]),
+        "files": ", ".join([f"{out} ({result})", *extra_files]),
         "next": own_command(*command, *["--device", "cpu"] * on_cpu),
     }
     return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
@@ -52,9 +52,9 @@ def saved_step_and_scores(report: Mapping[str, Any]) -> tuple[int, dict[str, flo
     if step is None:
         step = report["steps"]["done"]
     at_step = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
-    last = at_step[-1] if at_step else {}
-    names = [name for name in ("eval_loss", "eval_exact_match") if name in last]
-    return step, {name: float(last[name]) for name in names}  # the report has NaN as text
+    evaluation = at_step[-1] if at_step else {}
+    names = [name for name in ("eval_loss", "eval_exact_match") if name in evaluation]
+    return step, {name: float(evaluation[name]) for name in names}  # NaN is text in the report
 
 
 def _describe_saved(job: Job, report: Mapping[str, Any]) -> str:

@@ -19,11 +19,11 @@ from ..models.loading import LoadedModel
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode during the block, without compiling its layers anew."""
+    """Put a model into eval mode during the block, without recompiling its layers."""
     was_training = model.training
     model.eval()
     try:
-        # Without gradients, compiled layers would be recompiled.
+        # Compiled layers would be recompiled for a call without gradients.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -48,24 +48,24 @@ class EvalGenerations:
             checked: The rows for evaluation. Rows whose answer would exceed the position table are
                 skipped.
             sheet: File for the contact sheet of images with their answers.
-            number: How many rows are answered, at most.
+            number: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
             batch_size: Rows that are answered at once.
             positions: Size of the model's position table.
         """
         fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        step = max(len(fitting) / max(number, 1), 1)
-        chosen = [int(fitting[int(n * step)]) for n in range(min(number, len(fitting)))]
+        stride = max(len(fitting) / max(number, 1), 1)
+        sampled = [int(fitting[int(n * stride)]) for n in range(min(number, len(fitting)))]
         conversations = checked.conversations()
-        self.questions = [make_question(row, conversations[row]) for row in chosen]
-        self.rows = [checked.row_labels[row] for row in chosen]
+        self.questions = [make_question(row, conversations[row]) for row in sampled]
+        self.rows = [checked.row_labels[row] for row in sampled]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
     def answer(self, model: Any, draws: bool) -> float:
         """Return the share of answers that match the reference exactly; NaN without a row.
 
-        All processes answer all rows, because the weights may be sharded over them.
+        All processes answer all rows, because the weights may be sharded over the processes.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.
@@ -93,16 +93,16 @@ class EvalGenerations:
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return this process's batches of row indices, and a weight for each: 1, or 0 for a filler.
+    """Return this process's batches of row indices, and their weights: 0 for fillers, else 1.
 
     All processes get the same number of batches, because they gather weights together. A process
-    with fewer batches computes the first batch again, with the weight 0.
+    with fewer batches gets the first batch again, as a filler.
     """
     rank, processes = 0, 1
     if dist.is_initialized():
         rank, processes = dist.get_rank(), dist.get_world_size()
     indices = list(range(rows))
     batches = [indices[start : start + batch_size] for start in range(0, rows, batch_size)]
-    own = batches[rank::processes]
-    num_fillers = -(-len(batches) // processes) - len(own)
-    return own + batches[:1] * num_fillers, [1] * len(own) + [0] * num_fillers
+    own_batches = batches[rank::processes]
+    num_fillers = -(-len(batches) // processes) - len(own_batches)
+    return own_batches + batches[:1] * num_fillers, [1] * len(own_batches) + [0] * num_fillers

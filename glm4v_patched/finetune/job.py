@@ -1,6 +1,6 @@
 """The class :class:`Job`: a recipe resolved once. Imports no torch.
 
-Code that plans, checks or trains takes a job, or one of its values, and no recipe.
+Code that plans, checks or trains takes a job or one of its values, never a recipe.
 """
 
 import json
@@ -17,7 +17,7 @@ from .recipe.model import resolve_base
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import TrainerFields
 
-# Texts that cannot be a path in a folder. Others are not published.
+# Only texts that match are published: they cannot be a path with a folder.
 PUBLIC_TEXT = re.compile(r"[\w.+-]*")
 
 
@@ -28,12 +28,12 @@ class Job:
     Args:
         out: The run's folder.
         base: The base model, from :func:`resolve_base`.
-        inputs: Files that the run reads. Those of a model's folder are listed one by one, because
-            they may be links.
+        inputs: Files that the run reads. The files of a model's folder are listed one by one,
+            because they may be links.
         options: Options of the engine, "auto" where the recipe leaves them open.
         data, trainer: Sections of the recipe.
         from_scratch: Prefixes of the names of weights that the model lacks on purpose.
-        max_nonfinite_steps: End the run after so many such steps in a row.
+        max_nonfinite_steps: End the run after so many NaN or infinite steps in a row.
         decisive: Values that determine the result of training, by dotted names.
         public_values: Values for the card of adapters, without names of files.
         values: All values of the recipe, as written to ``out``.

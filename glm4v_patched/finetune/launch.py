@@ -55,9 +55,9 @@ def launch(
 ) -> None:
     """Train a job in processes of this machine.
 
-    They use DeepSpeed, with NCCL on GPUs and gloo on the CPU; with ``engine.zero_stage`` 0 it is a
-    single process without any of these. No training process outlives this call, nor this process,
-    however that ends. During the run no other run can write to ``job.out``.
+    The processes use DeepSpeed, with NCCL on GPUs and gloo on the CPU; with ``engine.zero_stage`` 0
+    there is a single process without any of these. All training processes end with this call, or
+    with this process if it is killed. During the run no other run can write to ``job.out``.
 
     Args:
         job: From :func:`job.resolve_recipe`.
@@ -228,44 +228,44 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
     """Run a command once in each environment; all processes end with this one.
 
     Returns:
-        How the first failed process failed, after which the others are killed; else "".
+        How a process failed, after which the others are killed; "" if none failed.
     """
     with _signals_as_exceptions():
-        # A process ends when its stdin closes, whose other end only this process has. Each leads a
-        # process group: Ctrl-C does not reach it directly, and its children are killed with it.
-        ranks = [
+        # A training process ends when its stdin closes, and only this process holds the other end.
+        # Each leads a process group: Ctrl-C does not reach it, and its children are killed with it.
+        processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
             for variables in environments
         ]
         try:
             while True:
-                statuses = [rank.poll() for rank in ranks]
+                statuses = [process.poll() for process in processes]
                 if any(statuses) or None not in statuses:
-                    return _describe_statuses(statuses, ranks)
+                    return _describe_statuses(statuses, processes)
                 time.sleep(0.05)
         finally:
-            for rank in ranks:
+            for process in processes:
                 with suppress(ProcessLookupError):  # the whole group has ended
-                    os.killpg(rank.pid, signal.SIGKILL)
-            for rank in ranks:
-                rank.communicate()
+                    os.killpg(process.pid, signal.SIGKILL)
+            for process in processes:
+                process.communicate()
 
 
-def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]) -> str:
+def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Popen]) -> str:
     failed = [(status, number) for number, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    # Signals are negative. A process that fails with a status may do so because of them.
+    # Report a signal (a negative status) first: it may be why the other processes failed.
     status, number = min(failed)
-    process = f"process {number} (PID {ranks[number].pid})"
+    name = f"process {number} (PID {processes[number].pid})"
     if status == -signal.SIGKILL:
         return (
-            f"{process} was killed (SIGKILL), as the system does when memory runs out: free some, "
+            f"{name} was killed (SIGKILL), as the system does when memory runs out: free some, "
             "or lower trainer.per_device_train_batch_size or trainer.dataloader_num_workers"
         )
     if status < 0:
-        return f"{process} was ended by {signal.Signals(-status).name}"
-    return f"{process} ended with status {status}; the first error above says why"
+        return f"{name} was ended by {signal.Signals(-status).name}"
+    return f"{name} ended with status {status}; the first error above says why"
 
 
 @contextmanager

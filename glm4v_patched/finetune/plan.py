@@ -52,7 +52,7 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# Rows of a stream may be longer than the longest of the checked ones, by this factor.
+# Rows of a stream may be longer than the longest checked row, by this factor.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -70,7 +70,7 @@ class Plan:
         options: Options of the engine, without "auto".
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
         reuse_features: ``data.reuse_features`` of the recipe.
-        answers: How many rows for evaluation are answered, and the maximum tokens of an answer.
+        answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
         length: Length of the run by the recipe (:attr:`TrainerFields.length`).
         ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
@@ -79,7 +79,7 @@ class Plan:
         rows: Rows of an epoch, after packing; of a stream the checked rows.
         steps: Optimizer steps of the run, including those before the checkpoint.
         steps_an_epoch: Optimizer steps of one pass over the rows.
-        free: Free bytes on each GPU when the plan was made, the minimum; 0 on a CPU.
+        free: Free bytes when the plan was made, on the GPU with the fewest; 0 on a CPU.
         needed: Estimated peak bytes of a step on each GPU.
         space: Disk space that the run needs.
         checkpoint: Checkpoint in ``out`` to resume from.
@@ -152,7 +152,7 @@ class Plan:
         """Read the result of the data check.
 
         Raises:
-            ValueError: It is not the one that the plan was made with.
+            ValueError: The data is not what the plan was made with.
         """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
@@ -180,7 +180,7 @@ class Plan:
         require_disk_space(str(self.out), self.space)
 
     def require_same_conditions(self) -> None:
-        """Check in a training process that conditions are those that the plan was made for.
+        """Check in a training process that the conditions of the plan hold.
 
         Raises:
             ValueError: The number of processes or the model differs.
@@ -224,21 +224,21 @@ def make_plan(
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: The rows differ and may not; or the run would have no batch, no evaluation that
-            it needs, or no learning rate that can train.
+        ValueError: The rows differ without ``accept_changed_data``; or the run would have no batch,
+            no evaluation that it needs, or no valid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
-    rows = checked.batch_sequences()
-    require_batches(job, len(rows.lengths), placement.processes)
-    batch = largest_batch(job, rows, placement.processes)
-    steps_an_epoch = trainer.steps_in_epoch(len(rows.lengths), placement.processes)
+    sequences = checked.batch_sequences()
+    require_batches(job, len(sequences.lengths), placement.processes)
+    batch = largest_batch(job, sequences, placement.processes)
+    steps_an_epoch = trainer.steps_in_epoch(len(sequences.lengths), placement.processes)
     steps = trainer.total_steps(steps_an_epoch)
     require_evaluations(trainer, checked, steps, steps_an_epoch)
     local_world_size = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
     free = apply_memory_limit(free, job.options.memory_limit)
     options = decide_options(config, job.options, batch, free, steps)
-    images = int(batch.images_per_sequence) * batch.num_sequences
+    images_per_batch = int(batch.images_per_sequence) * batch.num_sequences
     arguments = training_arguments(
         job,
         options,
@@ -248,7 +248,7 @@ def make_plan(
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
         loading=loader_options(
-            trainer.undeclared_fields, local_world_size, images, config.vision.image_size
+            trainer.undeclared_fields, local_world_size, images_per_batch, config.vision.image_size
         ),
     )
     require_schedule(arguments)
@@ -269,7 +269,7 @@ def make_plan(
         ignored_epochs=trainer.ignored_epochs,
         public_values=job.public_values,
         batch=batch,
-        rows=len(rows.lengths),
+        rows=len(sequences.lengths),
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,
@@ -367,7 +367,7 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
-        with_evaluated: Whether rows for evaluation decide what is saved, or when the run ends.
+        with_evaluated: Whether evaluations decide which step is saved, or when the run ends.
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:

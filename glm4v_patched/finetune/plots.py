@@ -23,20 +23,20 @@ def plot_loss(
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, label, sign in (("loss", "training", ""), ("eval_loss", "evaluation", "o")):
+    for name, label, marker in (("loss", "training", ""), ("eval_loss", "evaluation", "o")):
         losses = {entry["step"]: float(entry[name]) for entry in history if name in entry}
         finite = [loss if math.isfinite(loss) else math.nan for loss in losses.values()]
         if losses:  # NaN leaves a gap
-            axes.plot([*losses], finite, marker=sign, label=label)
+            axes.plot([*losses], finite, marker=marker, label=label)
         for step in (step for step, loss in losses.items() if not math.isfinite(loss)):
             axes.axvline(step, color="red", linestyle=":", gid="not finite")
             axes.set_title("dotted: the loss was NaN or infinite")
     if best:
         axes.axvline(best, color="gray", linestyle="--", label=f"best evaluation: step {best}")
     if saved:
-        bottom = axes.get_xaxis_transform()
+        x_transform = axes.get_xaxis_transform()
         axes.plot(
-            saved, [0] * len(saved), "k^", label="checkpoint", transform=bottom, clip_on=False
+            saved, [0] * len(saved), "k^", label="checkpoint", transform=x_transform, clip_on=False
         )
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

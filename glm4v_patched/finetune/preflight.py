@@ -1,6 +1,6 @@
 """Checks of a recipe on this machine, before anything expensive starts. Imports no torch.
 
-The command runs them once, and the training processes do not.
+The command runs the checks once; training processes do not repeat them.
 """
 
 import os
@@ -44,7 +44,7 @@ def validate_recipe(
 
     Args:
         overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
-        processes, device: As :func:`place_processes` takes them, for this machine.
+        processes, device: Arguments of :func:`place_processes`, for this machine.
         world_size: Number of processes of all machines, if there are several.
 
     Raises:
@@ -116,7 +116,7 @@ def find_device_problems(
 
     Args:
         known: Valid values by dotted names.
-        processes: Check as many GPUs; None for all.
+        processes: Number of GPUs to check; None for all.
     """
     if device == "cpu":
         gpu_only = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
@@ -125,7 +125,7 @@ def find_device_problems(
                 message = f"{name} is {short_json(value)}, which runs on a GPU, and --device is cpu"
                 yield RecipeProblem(name, f"{message}; expected {cure}")
     elif known.get("engine.fp8"):
-        gpus = find_gpus().devices[:processes]  # without a GPU, place() reports it
+        gpus = find_gpus().devices[:processes]  # place_processes reports a missing GPU
         problems = [find_fp8_problem(gpu.name, gpu.capability) for gpu in gpus]
         for problem in [*filter(None, problems)][:1]:
             yield RecipeProblem("engine.fp8", f"engine.fp8 is true: {problem}")
@@ -164,7 +164,7 @@ def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
     outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
         outputs["data.reuse_features"] = features
-        if is_within(recipe.out, features):  # the reverse is fine: a run has names of its own
+        if is_within(recipe.out, features):  # features may lie inside out
             text = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
             text += "; expected out in a folder of its own, beside or around it"
             problems.append(RecipeProblem("out", text))

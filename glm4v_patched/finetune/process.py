@@ -21,7 +21,7 @@ def main() -> NoReturn:
 def run(plan: Path) -> int:
     """Train by a plan, and return the exit status.
 
-    An error of a training without a result is in its report, which the launcher prints.
+    If the training has no result, its report has the error, which the launcher prints.
     """
     with show_progress(
         "loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"
@@ -39,8 +39,8 @@ def run(plan: Path) -> int:
 def exit_process(status: int = 0) -> NoReturn:
     """End this process without waiting for threads of DeepSpeed and inductor.
 
-    Everything must be saved. Python's own shutdown may kill such a thread half-way, which aborts
-    the process.
+    Call this after everything is saved. Python's own shutdown may kill such a thread half-way,
+    which aborts the process.
     """
     from torch import distributed
 

@@ -42,7 +42,7 @@ class Progress(TrainerCallback):
     minute, and at the end.
 
     Args:
-        batch: Samples of an optimizer step, over all processes; the mean, if they are packed.
+        batch: Samples of an optimizer step, over all processes; a mean if samples are packed.
         compiles: Whether the first step compiles the layers, which may take a minute.
         shows_bar: Whether to show the bar.
         has_epochs: Whether the data has an end, unlike a stream.
@@ -126,7 +126,7 @@ class Progress(TrainerCallback):
         self._first_step_message.close()
         if self._bar is not None:
             self._bar.close()
-        # Read before the weights are gathered to be saved.
+        # Read the peaks before the weights are gathered for saving.
         if torch.cuda.is_available():
             self._memory_peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
             self._memory_peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
@@ -150,8 +150,8 @@ class Progress(TrainerCallback):
         folder = Path(args.output_dir)
         saved = sorted(map(checkpoint_step, list_checkpoints(folder)))
         arguments = state.log_history, folder / PLOT, saved, state.best_global_step
-        # In a thread: matplotlib's font parser stores exceptions that it has caught, and thereby
-        # the frames of all callers, which here have the model and the workers.
+        # matplotlib's font parser stores the exceptions that it catches. Their tracebacks keep the
+        # frames of all callers alive; a thread's frames do not hold the model and the workers.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(plot_loss, *arguments).result()
         self._last_plot_time = time.monotonic()
@@ -159,5 +159,5 @@ class Progress(TrainerCallback):
 
 def _short(rate: float) -> str:
     """Return a learning rate as 1.0e-4, without a zero in the exponent."""
-    digits, _, exponent = f"{rate:.1e}".partition("e")
-    return f"{digits}e{int(exponent)}" if rate else "0"
+    mantissa, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if rate else "0"

@@ -1,7 +1,7 @@
 """The folder of a run: one run at a time writes to it, and no run overwrites files of others.
 
-``run.json`` in the folder records that its files with a run's names were written by runs. It is
-created when there is no such file yet, and lists the run's files at the end. Imports no torch.
+``run.json`` in the folder records which of its files were written by runs. A run creates it before
+its other files, and lists these there when it ends. Imports no torch.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from ..terminal_text import listed
 from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
-HOLDER = "process "  # the lock file begins with this, followed by who holds the lock
+HOLDER = "process "  # begins the lock file, which describes the process that holds the lock
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
 """The resolved recipe, the plan, and the result of the data check."""
 # The trained model or adapters, and the files that are needed to load them.
@@ -80,8 +80,8 @@ def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
 def locked(folder: Path) -> Iterator[None]:
     """Create a folder if it is missing, and hold its lock during the block.
 
-    The lock is flock's, so the kernel releases it however this process ends. filelock would not
-    tell who holds a lock, and would write to a file of somebody else.
+    The lock is flock's, so the kernel releases it however this process ends. The package filelock
+    would not tell who holds a lock, and would write to a file of somebody else.
 
     Raises:
         ValueError: Another run holds the lock, or the folder cannot be written to.
@@ -89,21 +89,20 @@ def locked(folder: Path) -> Iterator[None]:
     created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _take_lock(folder / LOCK)
+        descriptor = _take_lock(folder / LOCK)
     except OSError as error:
         raise _unusable(folder, find_folder_problem(str(folder)) or error.strerror) from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
-        os.truncate(file, 0)
-        os.pwrite(file, f"{HOLDER}{os.getpid()} on {command}".encode(), 0)
+        holder = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{HOLDER}{os.getpid()} on {holder}".encode(), 0)
         yield
     finally:
-        # Unlink before unlocking: a process that has opened the file before notices that it is
-        # gone.
+        # Unlink before unlocking: a process that opened the file earlier notices its removal.
         with suppress(OSError):
             os.unlink(folder / LOCK)
-        os.close(file)
+        os.close(descriptor)
         with suppress(OSError):  # the folder is not empty after a run
             for path in created:
                 path.rmdir()
@@ -127,18 +126,18 @@ def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcnt
     """Lock a file, and return its descriptor; raise ``ValueError`` if another run holds it."""
     while True:
         require_file(lock, alone=True)
-        file = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
         try:
-            holder = os.pread(file, 10_000, 0).decode(errors="replace")
-            take_lock(file, lock, kind)
-            if os.path.samestat(os.fstat(file), os.stat(lock)):
+            holder = os.pread(descriptor, 10_000, 0).decode(errors="replace")
+            take_lock(descriptor, lock, kind)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 if holder and not holder.startswith(HOLDER):
                     raise ValueError(_not_ours(lock))
-                return file
+                return descriptor
         except FileNotFoundError:
             pass
         except BaseException as error:
-            os.close(file)
+            os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise
             holder = holder or "a process that has just taken the lock"
@@ -146,7 +145,7 @@ def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcnt
                 f"another run writes to {lock.parent} ({holder}); wait for it, end it, or give "
                 "this one another folder (out)"
             ) from None
-        os.close(file)
+        os.close(descriptor)
 
 
 def _not_ours(path: Path) -> str:
@@ -158,12 +157,12 @@ def find_foreign_images(folder: Path) -> str | None:
     """Return a problem if a folder holds images and was never a run's folder, else None."""
     if not folder.is_dir() or read_record(folder) is not None:
         return None
-    images = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    images = [name for name in images if name not in (PLOT, SHEET)]
-    if not images:
+    image_names = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    image_names = [name for name in image_names if name not in (PLOT, SHEET)]
+    if not image_names:
         return None
     return (
-        f"it holds images ({listed(images, 2)}), among which the run would write its files; "
+        f"it holds images ({listed(image_names, 2)}), among which the run would write its files; "
         "expected a new folder"
     )
 
@@ -182,8 +181,8 @@ def require_usable(
         inputs: Files that the run reads (:attr:`job.Job.inputs`).
         length: Length of the run (:attr:`TrainerFields.length`).
         adapters: Whether the run trains adapters.
-        overwrite: Whether files of earlier runs may be removed: those that :func:`run_file_names`
-            knows and ``run.json`` lists.
+        overwrite: Whether files of earlier runs may be removed, if :func:`run_file_names` knows
+            them and ``run.json`` lists them.
 
     Returns:
         The names to remove, for :func:`start_record`.
@@ -243,9 +242,9 @@ def _is_stopped_run(name: str) -> bool:
 
 
 def start_record(folder: Path, remove: list[str]) -> None:
-    """Remove what :func:`require_usable` returned, and record that new files are a run's."""
+    """Remove the names from :func:`require_usable`, and record that new files are a run's."""
     remove_partial(folder, [*STATE_FILES, RECORD, TRAINING_REPORT])
-    # Files of the state are rewritten, some of them already.
+    # STATE_FILES are not removed: the run rewrites them.
     if remove := [name for name in remove if name not in STATE_FILES]:
         for name in remove:
             _remove(folder / name)
@@ -259,8 +258,8 @@ def start_record(folder: Path, remove: list[str]) -> None:
 def read_record(folder: Path) -> set[str] | None:
     """Return the names that runs have written in a folder, or None if it has no ``run.json``.
 
-    If the last run was killed (SIGKILL) before it could list its files, these are all present
-    names that :func:`run_file_names` knows.
+    If the last run was killed (SIGKILL) before it could list its files, all names that
+    :func:`run_file_names` finds are returned.
     """
     if find_file_problem(folder / RECORD):
         return None

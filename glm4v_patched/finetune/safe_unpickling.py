@@ -17,9 +17,9 @@ from ..patch.patch_set import AttributePatch, PatchSet
 
 @contextmanager
 def loading_safely() -> Iterator[None]:
-    """Make DeepSpeed load checkpoints with torch's ``weights_only``, which it turns off itself.
+    """Make DeepSpeed load checkpoints with torch's ``weights_only``, which DeepSpeed disables.
 
-    Beside tensors and plain values, three classes of DeepSpeed are allowed.
+    Besides tensors and plain values, three classes of DeepSpeed are allowed.
 
     Raises:
         RuntimeError: DeepSpeed has moved the function that is replaced, or one of the classes.

@@ -13,12 +13,12 @@ from ..terminal_text import error_text
 from .recipe.file import short_json
 from .recipe.trainer import METRIC_SCHEDULES
 
-# A longer run is sampled at so many steps, spread evenly. Schedules that depend on a metric are
-# tried with so many evaluations that improve, and as many that do not.
+# Longer runs are sampled at this number of evenly spread steps. Schedules that depend on a metric
+# are tried with this number of improving evaluations, and as many that do not improve.
 MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
 ROUNDING = 1e-6
-# Below this share of trainer.learning_rate, or above this share of steps with the rate 0, a
-# schedule is most likely a mistake.
+# A schedule is most likely a mistake if its highest rate is below this share of
+# trainer.learning_rate, or if more than this share of its steps have the rate 0.
 MIN_PEAK_SHARE, MAX_IDLE_SHARE = 0.8, 0.1
 
 Arguments = Mapping[str, Any]
@@ -26,15 +26,15 @@ Arguments = Mapping[str, Any]
 
 
 def require_schedule(arguments: Arguments) -> None:
-    """Raise ``ValueError`` if transformers cannot build the schedule, or if it cannot train.
+    """Raise ``ValueError`` if transformers cannot build the schedule, or its rates are invalid.
 
-    It cannot train with rates that are negative, not finite, above ``learning_rate``, or all 0.
+    Invalid rates are negative, not finite, above ``learning_rate``, or all 0.
     """
     name, kwargs, steps = arguments["lr_scheduler_type"], _kwargs(arguments), arguments["max_steps"]
-    if name not in (known := [kind.value for kind in SchedulerType]):
+    if name not in (known_names := [kind.value for kind in SchedulerType]):
         raise ValueError(
             f"trainer.lr_scheduler_type is {name}, which transformers {transformers.__version__} "
-            f"does not have; expected one of {', '.join(known)}"
+            f"does not have; expected one of {', '.join(known_names)}"
         )
     _require_kwargs(arguments)
     options = f"with {arguments['warmup_steps']:,} steps of warm-up (trainer.warmup_steps)"
@@ -48,9 +48,9 @@ def require_schedule(arguments: Arguments) -> None:
             f"{error_text(error)}"
         ) from None
     peak = arguments["learning_rate"]
-    limit = math.inf if name in METRIC_SCHEDULES else peak
+    highest_allowed = math.inf if name in METRIC_SCHEDULES else peak
     for step, rate in rates:
-        if not 0 <= rate <= limit * (1 + ROUNDING) or rate == math.inf:
+        if not 0 <= rate <= highest_allowed * (1 + ROUNDING) or rate == math.inf:
             raise ValueError(
                 f"trainer.lr_scheduler_type {name} {options} has the learning rate {rate:g} at "
                 f"step {min(step + 1, steps):,} of {steps:,}; expected 0 to "
@@ -69,24 +69,24 @@ def schedule_warnings(arguments: Arguments) -> Iterator[str]:
     steps = arguments["max_steps"]
     sampled = [(step, rate) for step, rate in learning_rates(arguments) if step < steps]
     rates = [rate for _, rate in sampled]
-    warmup, peak = arguments["warmup_steps"], max(rates) / arguments["learning_rate"]
-    if peak < MIN_PEAK_SHARE:
+    warmup, peak_share = arguments["warmup_steps"], max(rates) / arguments["learning_rate"]
+    if peak_share < MIN_PEAK_SHARE:
         yield (
-            f"the learning rate is {peak:.0%} of trainer.learning_rate at most: the run has "
+            f"the learning rate is {peak_share:.0%} of trainer.learning_rate at most: the run has "
             f"{steps:,} steps, and trainer.warmup_steps is {warmup:,}"
         )
-    idle = sum(rate == 0 for step, rate in sampled if step >= warmup) / len(rates)
-    if idle > MAX_IDLE_SHARE:
+    idle_share = sum(rate == 0 for step, rate in sampled if step >= warmup) / len(rates)
+    if idle_share > MAX_IDLE_SHARE:
         yield (
-            f"the learning rate is 0 in {idle:.0%} of {steps:,} steps: see "
+            f"the learning rate is 0 in {idle_share:.0%} of {steps:,} steps: see "
             f"trainer.lr_scheduler_kwargs, {short_json(_kwargs(arguments))}"
         )
 
 
 def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
-    """Return steps, from 0, with their learning rates.
+    """Return pairs of a step, from 0, and its learning rate.
 
-    If parts of the model have their own rates, this is the highest, and the others are proportional
+    If parts of the model have their own rates, the highest is returned; the others are proportional
     to it. The step after the last one is included, because the Trainer computes its rate, too. A
     schedule that depends on a metric yields the rates after some evaluations, all as step 0.
     """
@@ -95,9 +95,9 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     )
     scheduler = _build(arguments, optimizer, _kwargs(arguments))
     if arguments["lr_scheduler_type"] not in METRIC_SCHEDULES:
-        [factor] = scheduler.lr_lambdas
+        [lr_lambda] = scheduler.lr_lambdas
         peak = arguments["learning_rate"]
-        return [(step, float(peak * factor(step))) for step in _sampled_steps(arguments)]
+        return [(step, float(peak * lr_lambda(step))) for step in _sampled_steps(arguments)]
     rates = [(0, arguments["learning_rate"])]
     for metric in [*range(0, -NUM_EVALUATIONS, -1), *[0] * NUM_EVALUATIONS]:
         scheduler.step(float(metric))
@@ -141,7 +141,7 @@ def _require_kwargs(arguments: Arguments) -> None:
             f"transformers {transformers.__version__}; expected null"
         )
     for key, value in kwargs.items():
-        # A list has an item for each parameter group, whose number only the model determines.
+        # Lists are refused: they need an item for each parameter group, which only the model has.
         is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if not (value is None or is_number or isinstance(value, str)):
             raise ValueError(

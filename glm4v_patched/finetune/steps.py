@@ -1,4 +1,4 @@
-"""Refuse runs that would do nothing: without a batch, or without an evaluation that they need."""
+"""Refuse runs without a batch, and runs that would end before an evaluation that they need."""
 
 import math
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def require_batches(job: Job, rows: int, processes: int) -> None:
 def require_evaluations(
     trainer_config: TrainerFields, checked: CheckedData, steps: int, steps_an_epoch: int
 ) -> None:
-    """Raise ``ValueError`` if no row is left to evaluate on, or if an evaluation comes too late.
+    """Raise ``ValueError`` if no row is left to evaluate on, or if the run would end too early.
 
     Some fields need an evaluation before the run ends.
     """

@@ -24,7 +24,7 @@ from .schedule import schedule_warnings
 
 MAX_SAMPLE_CHARACTERS = 1500
 MAX_LEARNING_RATE = 1e-2  # far above what trains a model of any size
-# What a policy of activation checkpointing recomputes; for "every N" see describe_policies.
+# Operations that each policy of activation checkpointing recomputes; "every N" is not listed.
 RECOMPUTED = {
     "none": "nothing",
     "linear": "elementwise operations",
@@ -135,10 +135,10 @@ def _describe_steps(plan: Plan) -> str:
 
 
 def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
-    number, total = count_trained(config, plan.options), sum(count_parameters(config))
+    num_trained, total = count_trained(config, plan.options), sum(count_parameters(config))
     rates = plan.loop.rates or {"": plan.arguments["learning_rate"]}
     in_words = ", ".join(f"{part} {rate:g}".strip() for part, rate in rates.items())
-    return f"{plan.options.trained}: {number:,} of {total:,} weights; learning rate {in_words}"
+    return f"{plan.options.trained}: {num_trained:,} of {total:,} weights; learning rate {in_words}"
 
 
 def describe_policies(plan: Plan) -> str:

@@ -88,7 +88,7 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             # peft would ask the Hub for the base's config, to see whether embeddings were resized.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
-        # The Trainer replaces the model's three end tokens by the tokenizer's one.
+        # The Trainer replaces the model's three end tokens with the tokenizer's single one.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
@@ -264,7 +264,7 @@ class RecipeTrainer(Trainer):
         is_saved = is_over or (is_finite if saves_best else self.control.should_save)
         if self.args.load_best_model_at_end and not is_saved:
             return False
-        if not math.isfinite(metrics["eval_loss"]):  # never the best, whatever its metric
+        if not math.isfinite(metrics["eval_loss"]):  # never the best step
             return self.bad_rows.has_ended and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
@@ -276,7 +276,7 @@ class RecipeTrainer(Trainer):
         return (is_best and is_finite or self.bad_rows.has_ended) and not is_over
 
     def _load_best_model(self) -> None:
-        # The last step has no checkpoint. If it is the best, its weights are loaded already.
+        # The last step has no checkpoint. If it is the best, the model has its weights already.
         if self.state.best_global_step != self.state.global_step:
             super()._load_best_model()
 
@@ -293,8 +293,8 @@ class RecipeTrainer(Trainer):
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # In training mode processes without an image run the same collectives as the others.
-        # Without gradients, compiled layers would be recompiled.
+        # In training mode, processes without an image run the same collectives as the others.
+        # Compiled layers would be recompiled for a call without gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
             torch.no_grad(),
@@ -370,11 +370,11 @@ class CheckpointSchedule(TrainerCallback):
         if is_last:
             # Evaluate before the best weights are loaded, which older transformers do not.
             control.should_evaluate |= args.eval_strategy == "steps"
-            # The model itself will be saved, and from a checkpoint of the last step the Trainer
-            # would resume with one step more.
+            # The model itself will be saved; a run resumed from a checkpoint of the last step would
+            # make one step too many.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
-            # A mean loss that spans a checkpoint, or the end, would be lost in part.
+            # Otherwise the losses since the last entry would be lost at the end, or on resuming.
             control.should_log = args.logging_strategy != "no"
         return control
 

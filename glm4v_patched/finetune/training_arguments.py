@@ -14,7 +14,7 @@ from .job import Job
 
 # Names of the Trainer for the engine's optimizers.
 TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
-# Fields of the section ``trainer`` that go to LoopOptions, or into the number of steps.
+# Fields of the section ``trainer`` that become LoopOptions, or the number of steps.
 NOT_TRAINING_ARGUMENTS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
 NOT_TRAINING_ARGUMENTS |= {"num_train_epochs"}
 
@@ -25,10 +25,10 @@ class LoopOptions:
 
     Args:
         rates: Learning rate of each part of the model, or None for one rate.
-        max_nonfinite_steps: End the run after so many such steps in a row.
+        max_nonfinite_steps: As in :class:`job.Job`.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
-        patience, threshold: Of transformers' EarlyStoppingCallback; None for no early stopping.
+        patience, threshold: For EarlyStoppingCallback; without a patience, no early stopping.
         worker_start: Start method of dataloader workers (:func:`data.workers.worker_start`).
     """
 
@@ -86,8 +86,8 @@ def training_arguments(
         "per_device_eval_batch_size": trainer_config.eval_batch_size,
         "learning_rate": trainer_config.highest_rate,
         "warmup_steps": trainer_config.warmup(steps),
-        # "epoch" is given as steps. At the end of an epoch the Trainer evaluates after it has
-        # saved, so a run that resumes from that checkpoint would lack the evaluation.
+        # "epoch" is given as steps: at the end of an epoch the Trainer saves before it evaluates,
+        # so a run that resumes from that checkpoint would lack the evaluation.
         "save_strategy": "steps"
         if trainer_config.effective_save_strategy == "epoch"
         else trainer_config.effective_save_strategy,
@@ -95,7 +95,7 @@ def training_arguments(
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
         "eval_delay": trainer_config.eval_delay(steps_an_epoch),
-        # A resumed run has the evaluation of the start in its checkpoint.
+        # The checkpoint of a resumed run already has this evaluation.
         "eval_on_start": bool(trainer_config.undeclared_fields.get("eval_on_start"))
         and not continues,
         "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,

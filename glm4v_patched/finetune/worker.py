@@ -1,4 +1,4 @@
-"""The training itself, as every training process runs it by the plan."""
+"""The training by a plan, as every training process runs it."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def train(plan: Plan) -> None:
             write_card(plan.out, plan.base, plan.public_values, report, plan.rows)
         write_atomically(plan.out / TRAINING_REPORT, json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
-        # A process that ends makes torch end the others, so wait until the report is written.
+        # The launcher kills all processes when one fails, so wait until the report is written.
         trainer.args.distributed_state.wait_for_everyone()
         raise error
 
@@ -124,16 +124,16 @@ def _training_rows(
             plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
         )
         collator = ConversationCollator(processor, _stamps(checked))
-        positions = load_model_config(plan.base).seq_length
+        max_positions = load_model_config(plan.base).seq_length
         max_length = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamingCollator(collator, max_length, positions),
+            "data_collator": StreamingCollator(collator, max_length, max_positions),
         }
-    rows, shares = checked.conversations(), checked.batch_sequences().packs
-    if shares is not None:
+    rows, packs = checked.conversations(), checked.batch_sequences().packs
+    if packs is not None:
         collator = PackingCollator(processor, _stamps(checked))
-        return {"train_dataset": PackedDataset(rows, shares), "data_collator": collator}
+        return {"train_dataset": PackedDataset(rows, packs), "data_collator": collator}
     return {
         "train_dataset": rows,
         "data_collator": ConversationCollator(processor, _stamps(checked)),
@@ -144,26 +144,26 @@ def _eval_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, An
     """Return the evaluation data set, its collator, and the generations, if there are any."""
     if checked.eval is None:
         return {}
-    number, max_new_tokens = plan.answers
+    num_answers, max_new_tokens = plan.answers
     batch_size, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
-    positions = load_model_config(plan.base).seq_length
+    max_positions = load_model_config(plan.base).seq_length
     eval_generations = EvalGenerations(
-        checked.eval, processor, sheet, number, max_new_tokens, batch_size, positions
+        checked.eval, processor, sheet, num_answers, max_new_tokens, batch_size, max_positions
     )
     return {
         "eval_dataset": checked.eval.conversations(),
         "eval_collator": ConversationCollator(processor, _stamps(checked)),
-        "eval_generations": eval_generations if number else None,
+        "eval_generations": eval_generations if num_answers else None,
     }
 
 
 def _stamps(checked: CheckedData) -> dict[str, FileStamp]:
-    """Return the stamps of all images by path."""
+    """Return the file stamps of all images by path."""
     return checked.stamps | ({} if checked.eval is None else checked.eval.stamps)
 
 
 def _require_result(plan: Plan, state: TrainerState) -> None:
-    """Raise :class:`NoResult` on all processes if a training has ended without an effect."""
+    """Raise :class:`NoResult` on all processes if the run ended too early or trained nothing."""
     done, may_end_early = state.global_step, plan.loop.patience is not None
     if done == 0 or (done < plan.steps and not may_end_early):
         raise NoResult(
@@ -229,9 +229,8 @@ def build_model(options: EngineOptions, base: ModelSource) -> nn.Module:
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
-    if adapters is not None and os.path.isdir(
-        base.model
-    ):  # otherwise the adapters could be loaded from this folder only
+    # With a relative path, the adapters could be loaded from the current folder only.
+    if adapters is not None and os.path.isdir(base.model):
         adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model
 

@@ -21,8 +21,8 @@ from .types import (
 EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
 SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
-# Rows of a stream that are checked before training: by default, and with ``check: none``, where
-# they are read all the same to learn how long rows are.
+# Number of rows of a stream that are checked before training: by default, and with ``check: none``,
+# for which these rows are read to learn how long rows are.
 DEFAULT_CHECKED_ROWS, MIN_CHECKED_ROWS = 1000, 20
 
 

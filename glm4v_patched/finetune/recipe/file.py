@@ -1,7 +1,7 @@
 """Read a YAML or JSON file as values with the line of each key, and report problems by line.
 
-It uses PyYAML. ruamel.yaml would read 010 as 10 and 2024-01-01 as a date, drop tags silently, and
-end at the first duplicate key, so that the rules below would be needed all the same.
+The parser is PyYAML with the rules below. ruamel.yaml would need such rules, too: it reads 010 as
+10 and 2024-01-01 as a date, drops tags silently, and ends at the first duplicate key.
 """
 
 import json
@@ -28,8 +28,8 @@ class RecipeProblem(NamedTuple):
     """A problem with a recipe.
 
     Args:
-        name: Dotted name of the field; empty if no field is to blame, and the option (``--device``)
-            if that is.
+        name: Dotted name of the field, or the option (``--device``), that is to blame; empty if
+            neither is.
         text: The message, without file and line.
     """
 
@@ -134,7 +134,7 @@ def read_document(path: Path) -> Document:
     if path.suffix.lower() == ".json":
         text = as_yaml(text)
     values, lines = _read_yaml(text, f"{name}:")
-    if isinstance(values, str):  # one text, as of lines without a single colon
+    if isinstance(values, str):  # YAML reads lines without any colon as one text
         for number, line in enumerate(text.split("\n"), 1):
             if mistake := find_mistake(line):
                 raise RecipeError([f"{name}:{number}: {printable(mistake)}"])
@@ -186,7 +186,7 @@ def short_name(name: str) -> str:
 
 
 def _fit_line(text: str) -> str:
-    """Return printable text of at most 200 characters, as long as a path may well be."""
+    """Return printable text of at most 200 characters, enough for most paths."""
     line = printable(text[:201])
     return line if len(line) <= 200 else line[:197] + "..."
 
@@ -295,16 +295,16 @@ def _marked(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLErro
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
+def _add_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
     """Add the line of each key in a node by its dotted name; raise for a key that is repeated."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _add_lines(item, f"{outer}{index}.", lines)
+            _add_lines(item, f"{prefix}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
-            name, line = outer + key.value, key.start_mark.line + 1
+            name, line = prefix + key.value, key.start_mark.line + 1
             if name in lines:
                 first = lines[name]
                 message = f"{short_name(name)} is there twice, in lines {first} and {line}"

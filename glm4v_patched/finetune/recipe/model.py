@@ -1,4 +1,4 @@
-"""The base model of a recipe, and whether the recipe fits the adapters there. Imports no torch."""
+"""The base model of a recipe, and the check that the recipe fits its adapters. Imports no torch."""
 
 from itertools import chain
 from pathlib import Path
@@ -55,8 +55,8 @@ def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
                 f"the adapters in {folder} have {name} {saved}, and lora.{field} is {value}; "
                 "expected the same" + ", or null" * (field != "rank")
             )
-    towers = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
-    targets = None if lora.targets is None else {*lora.target_names} & {*chain(*towers)}
+    available_targets = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
+    targets = None if lora.targets is None else {*lora.target_names} & {*chain(*available_targets)}
     adapted = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
     if targets is not None and adapted != targets:
         raise ValueError(

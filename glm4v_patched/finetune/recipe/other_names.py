@@ -1,4 +1,4 @@
-"""The names of other programs for a recipe's fields, and fields that recipes do not have.
+"""Other programs' names for a recipe's fields, and fields that recipes do not have.
 
 The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``TrainingArguments``.
 """
@@ -6,7 +6,7 @@ The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``Train
 _BATCH_SIZE = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
-# Suggestion (a key of a recipe, or a key with its value): the names of other programs for it.
+# From a suggestion (a key of a recipe, or a key with its value) to other programs' names for it.
 _FIELDS_HERE = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
@@ -54,7 +54,7 @@ _FIELDS_HERE = {
     "trainer.report_to: wandb": "use_wandb",
     "trainer.report_to: swanlab": "use_swanlab",
 }
-# Reason why there is no such field: the names, which are also prefixes of names.
+# From the reason of a refusal to the refused names, which are also prefixes of refused names.
 _REFUSED = {
     "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
     "processes and their group are the launcher's: --processes": "ddp local_rank "
@@ -119,7 +119,7 @@ OTHER_VALUES = {
         "all": "all-linear",
     },
 }
-"""Values of other programs, and of other models' layers: what to write here, by field."""
+"""For each field: the value to write here, by other programs' values and other models' layers."""
 
 
 def trainer_field_refusal(name: str) -> str | None:

@@ -21,7 +21,7 @@ from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import METRIC_SCHEDULES
 
-# Modules of loggers whose names differ.
+# Modules of loggers, where module and logger have different names.
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
@@ -164,23 +164,23 @@ def _data_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             if sets is not None and not isinstance(sets, float):
                 make_sources(sets, {})
         yield from problems
-        several = sets if isinstance(sets, list) and name == "data.eval" and not problems else []
-        for number, fields in enumerate(several, 1):
+        eval_sets = sets if isinstance(sets, list) and name == "data.eval" and not problems else []
+        for number, fields in enumerate(eval_sets, 1):
             if isinstance(fields, dict) and "weight" in fields:
                 yield RecipeProblem(
                     name,
-                    f"data.eval: set {number} of {len(several)} has a weight, and each of its rows "
-                    "is evaluated once; expected none",
+                    f"data.eval: set {number} of {len(eval_sets)} has a weight, and each of its "
+                    "rows is evaluated once; expected none",
                 )
 
 
 def _stream_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    stream, check = known.get("data.stream"), known.get("data.check")
-    checks_part = check not in (None, "all")
-    if (stream is False and checks_part) or (stream and check == "all"):
+    stream, extent = known.get("data.stream"), known.get("data.check")
+    checks_part = extent not in (None, "all")
+    if (stream is False and checks_part) or (stream and extent == "all"):
         yield RecipeProblem(
             "data.stream",
-            f"data.stream is {str(stream).lower()}, and data.check {check}: rows are streamed "
+            f"data.stream is {str(stream).lower()}, and data.check {extent}: rows are streamed "
             "if not all of them are checked; leave out one of the two",
         )
     if not (stream or checks_part):

@@ -52,7 +52,7 @@ from .types import (
     expected,
 )
 
-# Of a word and a choice that is suggested in its place (difflib's ratio).
+# Minimum similarity (difflib's ratio) of a word and the choice that is suggested for it.
 MIN_SIMILARITY = 0.7
 
 
@@ -74,7 +74,7 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # Model and data.train may change: their contents are compared instead of their paths.
+    # The paths model and data.train may change: a resumed run compares the contents instead.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
@@ -190,7 +190,8 @@ def check_values(values: Any) -> Checked:
         name = ".".join(path)
         if (annotation := _type_of(path)) is None:
             problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
-        elif value is not None or path in DECLARED:  # else TrainingArguments has its own default
+        elif value is not None or path in DECLARED:
+            # A null of another field is left out: TrainingArguments has its own default.
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
@@ -301,13 +302,13 @@ def _suggest(name: str, value: Any, annotation: Any) -> str:
     texts = value if isinstance(value, list | dict) else [value]
     words = [word for text in texts if isinstance(text, str) for word in text.split("+")]
     choices = [*_literals(annotation), *re.split(", | or |: |a list of ", expected(annotation))]
-    near: dict[str, None] = {}
+    suggestions: dict[str, None] = {}
     for word in words[:MAX_PROBLEMS]:
         if word not in choices:
-            same = OTHER_VALUES.get(name, {}).get(word)
+            equivalent = OTHER_VALUES.get(name, {}).get(word)
             close = difflib.get_close_matches(word, choices, 1, MIN_SIMILARITY)
-            near |= dict.fromkeys([same] if same else close)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+            suggestions |= dict.fromkeys([equivalent] if equivalent else close)
+    return f"; did you mean {', '.join(suggestions)}?" if suggestions else ""
 
 
 def _literals(annotation: Any) -> list[str]:
@@ -321,8 +322,8 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     """Return the message for a key that is no field.
 
     Args:
-        num_before: How many problems come before. After too many the search for similar names,
-            which takes a millisecond, is left out.
+        num_before: Number of earlier problems. After too many, similar names are no longer
+            searched, which takes a millisecond for each key.
     """
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"

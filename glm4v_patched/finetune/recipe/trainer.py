@@ -173,7 +173,7 @@ class TrainerFields(Section):
     def steps_in_epoch(self, rows: int, processes: int) -> int:
         """Return the optimizer steps of one pass over the rows, counted as the Trainer does.
 
-        0 if there is no full batch and ``dataloader_drop_last`` drops the others.
+        The result is 0 if ``dataloader_drop_last`` drops all batches.
         """
         batch_size = self.per_device_train_batch_size
         if self.undeclared_fields.get("dataloader_drop_last"):
@@ -223,7 +223,7 @@ def is_longer(before: Any, now: dict[str, float]) -> bool:
     """Return whether a run of length ``now`` is longer than one of length ``before``.
 
     Args:
-        before, now: :attr:`TrainerFields.length`. Epochs and steps are not compared: False.
+        before, now: :attr:`TrainerFields.length`. The result is False for epochs and steps.
     """
     same_unit = isinstance(before, dict) and before.keys() == now.keys()
     return same_unit and all(now[name] > before[name] for name in now)
@@ -300,7 +300,7 @@ def installed_fields() -> dict[str, Any]:
 def _stricter(annotation: Any) -> Any:
     """Return a type of ``TrainingArguments`` as pydantic should check it.
 
-    Enums become their values, and numbers may not be negative, for no field has a use for that.
+    Enums become their values, and numbers may not be negative, because no field uses negative ones.
     The contents of lists and dicts are left to transformers.
     """
     if get_origin(annotation) in (Union, UnionType):

@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Expected:
-    """Annotation of a type with the words that describe its values in messages."""
+    """Annotation with the words that describe a type's values in messages."""
 
     words: str
 

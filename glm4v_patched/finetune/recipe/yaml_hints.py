@@ -16,7 +16,7 @@ UNCLOSED = {
 def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
     """Return the line of the mistake, from 1, and what is wrong there.
 
-    Without a known mistake these are the parser's own.
+    If no known mistake is found, both are from the parser's own message.
     """
     mark = error.problem_mark or error.context_mark
     assert mark is not None
@@ -27,7 +27,7 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
     lines = text.split("\n")
     candidates = [number, *_content_before(lines, number)]
     start = error.context_mark.line + 1 if error.context_mark else number
-    if "simple key" in context:  # the parser had hoped for a colon since then
+    if "simple key" in context:  # the parser has expected a colon since that line
         candidates.insert(0, start)
     for candidate in candidates:
         if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
@@ -66,13 +66,13 @@ def find_mistake(line: str) -> str | None:
 
 
 def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return the number of the last line before another that is not empty, and no comment."""
+    """Return, in a list, the number of the last line with content before line ``number``."""
     before = range(min(number - 1, len(lines)), 0, -1)
     return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
 
 
 def _bad_indentation(lines: list[str], number: int) -> str | None:
-    """Say how a line and the one before it are indented, if that differs."""
+    """Describe how a line and the one before it are indented, if they differ."""
     before = _content_before(lines, number)
     if number > len(lines) or not before:
         return None
