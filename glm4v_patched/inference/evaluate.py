@@ -93,8 +93,8 @@ def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> d
     cut = sum(line.finish_reason == "length" for line in right)
     scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": cut}
     for name, metric in metrics.items():
-        for suffix, some in (("", right), ("_swapped", swapped)):
-            pairs = ((line.answer, line.question.reference or "") for line in some)
+        for suffix, group in (("", right), ("_swapped", swapped)):
+            pairs = ((line.answer, line.question.reference or "") for line in group)
             scores[name + suffix] = mean_score(name, metric, pairs)
     return scores
 

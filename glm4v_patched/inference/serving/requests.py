@@ -153,7 +153,7 @@ class ParsedRequest(BaseRequest):
 
     Args:
         prompt: Messages for the processor, with images as bytes of files; or a text to continue.
-        max_tokens: Of the answer, if the client sets it.
+        max_tokens: Largest number of tokens in the answer, if the client sets it.
         key: The request's key that has the prompt.
         items: Messages that are stored with the response.
         store: Whether the response is stored.

@@ -188,8 +188,8 @@ def add_adapters(
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket, or raise ``ValueError``.
 
-    It is opened before a model is loaded, so that a port in use is reported at once and nobody else
-    can take the port. Connections wait in it until they are accepted.
+    The socket is opened before a model is loaded, so that a port in use is reported at once and
+    nobody else can take it. Connections wait until they are accepted.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
