@@ -207,9 +207,11 @@ def _answer_in_processes(
 
 def worker_environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
     """Return each worker's environment, with one of the GPUs that this process sees."""
-    common = training_environment(processes, on_cpu)
+    shared_variables = training_environment(processes, on_cpu)
     if on_cpu:
-        return [common] * processes
+        return [shared_variables] * processes
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(processes)]
-    return [common | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]
+    return [
+        shared_variables | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)
+    ]

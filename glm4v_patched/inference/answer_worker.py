@@ -71,7 +71,7 @@ class Answerer:
         Args:
             cache: "static" or "dynamic".
             check_finite: Whether NaN or infinite logits raise with a dynamic cache, too. Must be
-                False if processes gather sharded weights, as all of them have to go on.
+                False if processes gather sharded weights, because one that stops blocks the others.
         """
         self.model, self.processor = loaded
         self.generation, self.check_finite = generation, check_finite
@@ -152,8 +152,8 @@ class Answerer:
                     max_length = length + generation.max_new_tokens
                     options |= self.caches.generate_kwargs(batch_size, max_length)
                 elif self.check_finite:
-                    others = options.get("logits_processor", [])
-                    options["logits_processor"] = [*others, RequireFiniteLogits()]
+                    processors = options.get("logits_processor", [])
+                    options["logits_processor"] = [*processors, RequireFiniteLogits()]
                 if streamer is not None:
                     name = "token_streamer" if "custom_generate" in options else "streamer"
                     options[name] = streamer

@@ -195,8 +195,8 @@ def _run_answer(options: argparse.Namespace) -> None:
     from .answer import answer_file
 
     lines = answer_file(_answer_options(options, options.data), options.out, options.overwrite)
-    cut = sum(line.finish_reason == "length" for line in lines)
-    note = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
+    num_cut = sum(line.finish_reason == "length" for line in lines)
+    note = f" ({num_cut:,} cut at --max-new-tokens {options.max_new_tokens})" if num_cut else ""
     print(f"{len(lines):,} answers{note}: {options.out}")
 
 

@@ -18,7 +18,7 @@ from .questions import Question, evenly_spaced
 from .scoring import exact_match
 
 SHEET_COLUMNS, MAX_CELLS = 4, 24
-# In pixels. The font is monospaced, and CELL_CHARACTERS of its letters fill a cell's width.
+# In pixels, except DPI. CELL_CHARACTERS letters of the monospaced font fill a cell's width.
 CELL_WIDTH, IMAGES_HEIGHT, MARGIN, LINE_HEIGHT, DPI = 280, 150, 10, 18, 100
 FONT, FONT_POINTS, CELL_CHARACTERS = "DejaVu Sans Mono", 8, 38  # ships with matplotlib
 MAX_LINES = 4  # of a question or an answer
@@ -109,8 +109,8 @@ def wrap(texts: ColoredTexts, characters: int) -> ColoredTexts:
     """Return up to :data:`MAX_LINES` lines of each text; wide (Chinese) characters count as two."""
     lines = []
     for text, color in texts:
-        padded = "".join(f"{c}\0" if unicodedata.east_asian_width(c) in "WF" else c for c in text)
-        wrapped = textwrap.wrap(padded, characters, max_lines=MAX_LINES, placeholder=" …")
+        two_wide = "".join(f"{c}\0" if unicodedata.east_asian_width(c) in "WF" else c for c in text)
+        wrapped = textwrap.wrap(two_wide, characters, max_lines=MAX_LINES, placeholder=" …")
         lines += [(line.replace("\0", ""), color) for line in wrapped]
     return lines
 
@@ -141,7 +141,7 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
 
 
 def _is_invisible(character: str) -> bool:
-    """Return whether a character controls others, such as joiners and variation selectors."""
+    """Return whether it is a control or format character, or a variation selector."""
     return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f"
 
 

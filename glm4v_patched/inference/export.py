@@ -155,11 +155,11 @@ def export(
         flush=True,
     )
     require_free_disk(disk_bytes + unquantized_bytes * (base.adapters is not None), out)
-    free = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
-    if free < memory_bytes:
+    free_bytes = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
+    if free_bytes < memory_bytes:
         raise ValueError(
-            f"the {device} has {format_bytes(free)} of memory free, and the export needs about "
-            f"{format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
+            f"the {device} has {format_bytes(free_bytes)} of memory free, and the export needs "
+            f"about {format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
             f"{len(conversations):,}), "
             "or use a larger machine, or --device cpu, which is slow"
         )

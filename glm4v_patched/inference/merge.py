@@ -174,10 +174,10 @@ def weight_bytes(folder: Path) -> int:
 
 def require_free_disk(needed: float, out: Path) -> None:
     """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
-    free = shutil.disk_usage(nearest_existing(str(out))).free
-    if free < needed:
+    free_bytes = shutil.disk_usage(nearest_existing(str(out))).free
+    if free_bytes < needed:
         raise ValueError(
-            f"--out {out}: its disk has {format_bytes(free)} free, and the model needs "
+            f"--out {out}: its disk has {format_bytes(free_bytes)} free, and the model needs "
             f"{format_bytes(needed)}; give a folder on a larger disk"
         )
 

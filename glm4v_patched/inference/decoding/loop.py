@@ -92,8 +92,8 @@ def decode_without_sync(
     model_kwargs[CACHE_KEYWORD] = outputs[CACHE_KEYWORD]
     inputs, length = None, prompt_length
     while True:
-        # An fp32 copy, as in transformers' loop. The outputs must be freed before the next step:
-        # a CUDA graph overwrites their memory.
+        # An fp32 copy, as in transformers' loop. The outputs must not be used after the next step,
+        # in which a CUDA graph overwrites their memory.
         logits_BV = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
         del outputs
         finite_B = None

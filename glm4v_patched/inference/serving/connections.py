@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
 
     uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
     response. Its ``limit_concurrency`` counts silent connections too, which can lock everyone else
-    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and above ``max_connections`` the
+    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`. Above ``max_connections``, the
     oldest connections without a complete request are aborted.
 
     All calls of asyncio are passed on to uvicorn's own protocol. :func:`track_requests` records how
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
     def end(self) -> None:
         """Abort the connection during shutdown, at once if its client is still sending a body.
 
-        Otherwise it has :data:`SHUTDOWN_TIMEOUT_S`: uvicorn would cancel it with a traceback.
+        Otherwise it has :data:`SHUTDOWN_TIMEOUT_S`, half of uvicorn's, which prints a traceback.
         """
         is_sending = self.has_head and not self.has_body
         self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)

@@ -37,8 +37,7 @@ class ServerLimits:
         max_body_bytes: Bytes of a request's body.
         max_pixels: Pixels of each image; all images of a request may have
             :data:`MAX_PIXELS_FACTOR` times as many.
-        max_images: Images in a request; each takes 15 MB and 1,602 tokens in the model, however small
-            it is.
+        max_images: Images in a request. Each takes 15 MB and 1,602 tokens in the model.
         allow_urls: Whether images are fetched by http(s), from the public internet.
         max_requests: Requests that wait or are being answered.
         max_buffered_bodies: How many bodies of the largest size, or more smaller ones, may be in

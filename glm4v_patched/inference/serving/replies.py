@@ -118,8 +118,8 @@ class ResponseReply(TextReply):
 
     def full_response(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
         """Return the response; without ``end``, the answer is in progress."""
-        cut = end is not None and end.reason == "length"
-        status = "in_progress" if end is None else "incomplete" if cut else "completed"
+        is_cut = end is not None and end.reason == "length"
+        status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
         return (
             self.head
             | self.request_fields
@@ -128,7 +128,7 @@ class ResponseReply(TextReply):
                 "status": status,
                 "output": [] if end is None else [self._item(text, status)],
                 "usage": None if end is None else self.usage(end),
-                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
                 "error": None,
                 "instructions": None,
                 "metadata": {},

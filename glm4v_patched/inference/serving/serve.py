@@ -208,8 +208,8 @@ def allowed_hosts(host: str, api_key: str | None) -> list[str] | None:
     """
     if api_key:
         return None
-    others = () if is_local(host) else (socket.gethostname().lower(),)
-    return [*dict.fromkeys((LOCAL_NAME, *others, host.lower()))]
+    own_names = () if is_local(host) else (socket.gethostname().lower(),)
+    return [*dict.fromkeys((LOCAL_NAME, *own_names, host.lower()))]
 
 
 def is_local(host: str) -> bool:
