@@ -107,12 +107,8 @@ def _answer_with_progress(
     from tqdm import tqdm
 
     start, first_answer_s = time.monotonic(), 0.0
-    tqdm_options: dict[str, Any] = {
-        "total": total,
-        "initial": total - len(questions),
-        "disable": None,
-    }
-    with tqdm(**tqdm_options, unit="row", desc="answering") as progress:
+    bar: dict[str, Any] = {"total": total, "initial": total - len(questions), "disable": None}
+    with tqdm(**bar, unit="row", desc="answering") as progress:
         for question, answer in generate_answers(options, base, questions):
             yield AnswerLine(question, *answer)
             progress.update()
@@ -175,16 +171,12 @@ def _answer_in_processes(
     """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
     command = python_module_command("glm4v_patched.inference.answer_worker")
     # In a session of their own, so that only this process receives Ctrl-C.
-    popen_options: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
-    processes: list[Any] = [
-        Popen(command, env=variables, **popen_options) for variables in environments
-    ]
+    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    processes: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
     try:
-        for process_number, process in enumerate(processes):
+        for number, process in enumerate(processes):
             with suppress(OSError):  # the process has ended; reading its reply reports that
-                pickle.dump(
-                    (options, base, batches[process_number :: len(processes)]), process.stdin
-                )
+                pickle.dump((options, base, batches[number :: len(processes)]), process.stdin)
                 process.stdin.flush()  # not closed: the worker ends when its stdin does
         for batch, process in zip(batches, cycle(processes), strict=False):
             try:
@@ -207,11 +199,9 @@ def _answer_in_processes(
 
 def worker_environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
     """Return each worker's environment, with one of the GPUs that this process sees."""
-    shared_variables = training_environment(processes, on_cpu)
+    shared = training_environment(processes, on_cpu)
     if on_cpu:
-        return [shared_variables] * processes
+        return [shared] * processes
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(processes)]
-    return [
-        shared_variables | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)
-    ]
+    return [shared | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]

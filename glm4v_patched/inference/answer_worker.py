@@ -80,12 +80,8 @@ class Answerer:
             self.caches = StaticCaches(self.model, CACHE_LENGTH_STEP)
         is_cuda = self.model.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.model.device) if is_cuda else None
-        generation_config, config = self.model.generation_config, self.model.config
-        eos = (
-            generation_config.eos_token_id
-            if generation_config.eos_token_id is not None
-            else config.eos_token_id
-        )
+        own, config = self.model.generation_config, self.model.config
+        eos = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [eos] if isinstance(eos, int) else list(eos)
 
     def answer(

@@ -88,10 +88,8 @@ def _add_model(parser: argparse.ArgumentParser, names: list[str] | None = None) 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    engine_help = (
-        "what computes the answers; auto: vllm on a GPU if it is installed (default: auto)"
-    )
-    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine_help)
+    engine = "what computes the answers; auto: vllm on a GPU if it is installed (default: auto)"
+    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
     name_help = "name of the model for clients (default: MODEL_OR_ADAPTER)"
@@ -102,10 +100,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ServerLimits)
     body_help = "megabytes that a request may have (default: 32)"
     add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body_help)
-    pixels_help = (
-        "megapixels that an image may have; all images of a request, 4 times (default: 50)"
-    )
-    add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels_help)
+    pixels = "megapixels that an image may have; all images of a request, 4 times (default: 50)"
+    add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:

@@ -120,12 +120,8 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
     from matplotlib.font_manager import FontProperties, findfont, fontManager
     from matplotlib.ft2font import FT2Font
 
-    default_charmap = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
-    missing = {
-        c
-        for c in text
-        if not c.isspace() and not _is_invisible(c) and ord(c) not in default_charmap
-    }
+    own = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
+    missing = {c for c in text if not c.isspace() and not _is_invisible(c) and ord(c) not in own}
     families = [FONT]
     # LastResort, which ships with matplotlib, has a box for every character.
     others = (font for font in fontManager.ttflist if "LastResort" not in font.fname)

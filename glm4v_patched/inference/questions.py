@@ -202,13 +202,8 @@ def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
 
     rows = {path: question.row for question in questions for path in images_of(question.prompt)}
     digests = {}
-    tqdm_options: dict[str, Any] = {
-        "unit": "file",
-        "desc": "reading images",
-        "disable": None,
-        "delay": 1,
-    }
-    for path, row in tqdm(rows.items(), **tqdm_options):
+    bar: dict[str, Any] = {"unit": "file", "desc": "reading images", "disable": None, "delay": 1}
+    for path, row in tqdm(rows.items(), **bar):
         try:
             digests[path] = FileStamp.of(path).sha256
         except ValueError as error:

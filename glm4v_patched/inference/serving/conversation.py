@@ -121,10 +121,7 @@ def drop_neutral_keys(
     for key in neutral.keys() & relevant.keys():
         value, allowed = relevant.pop(key), neutral[key]
         # Compared as in JSON, where true is not 1.
-        matches = (
-            value == neutral_value and isinstance(value, bool) == isinstance(neutral_value, bool)
-            for neutral_value in allowed
-        )
+        matches = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
         if not (any(matches) if allowed else not value):
             expected = " or ".join(map(json.dumps, allowed)) or "no value"
             problem = (

@@ -165,15 +165,11 @@ class Guard:
         Without this, slow bodies would keep others out.
         """
         excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
-        for other_id, deadline in self.deadlines.items():
-            if (
-                excess > 0
-                and other_id not in (scope_id, *self.evicted)
-                and self.buffered.get(other_id)
-            ):
-                excess -= self.buffered[other_id]
-                self.buffered[other_id] = 0
-                self.evicted.add(other_id)
+        for other, deadline in self.deadlines.items():
+            if excess > 0 and other not in (scope_id, *self.evicted) and self.buffered.get(other):
+                excess -= self.buffered[other]
+                self.buffered[other] = 0
+                self.evicted.add(other)
                 deadline.reschedule(asyncio.get_running_loop().time())
         return excess <= 0 and scope_id not in self.evicted
 
