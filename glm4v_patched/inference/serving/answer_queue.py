@@ -204,11 +204,9 @@ class AnswerQueue:
                 f"{len(unfinished)} of {len(sequences)} answers were not generated to their end"
             )
         size = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
-        timing = f"in {time.monotonic() - start:.1f} s{size}"
+        took = f"in {time.monotonic() - start:.1f} s{size}"
         for seq in sequences:
-            line = (
-                f"{seq.prompt_tokens} prompt tokens, {seq.tokens} generated {timing}: {seq.reason}"
-            )
+            line = f"{seq.prompt_tokens} prompt tokens, {seq.tokens} generated {took}: {seq.reason}"
             log(request.model or "model", line)
 
 

@@ -248,21 +248,19 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
         messages = read_messages(_with_keys("messages", request.messages))
         return {"prompt": messages, "key": "messages"}
     assert stored is not None
-    previous_items, own_items = [], []
+    previous_items, own = [], []
     if (previous_id := request.previous_response_id) is not None:
         text = stored.responses.conversation(previous_id)
         stored.count_bytes(len(text))  # a small request may refer to a large conversation
         previous_items = json.loads(text)
     for key, item in _with_keys("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
-        own_items.append(
-            (key, stored.responses.item(str(item.get("id")), key) if is_reference else item)
-        )
-    items = [*previous_items, *(item for _, item in own_items)]
+        own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
+    items = [*previous_items, *(item for _, item in own)]
     if items != request.input:  # the guard has only checked the request itself
         check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
-    with_keys = [*system, *(("previous_response_id", item) for item in previous_items), *own_items]
+    with_keys = [*system, *(("previous_response_id", item) for item in previous_items), *own]
     return {
         "items": items,
         "store": request.store,
