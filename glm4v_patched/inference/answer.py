@@ -103,17 +103,17 @@ def _answer_missing(
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
-    """Answer questions, with a progress bar over ``total`` of them, and print the speed."""
+    """Yield the answers to questions, show a progress bar over ``total`` rows, print the speed."""
     from tqdm import tqdm
 
-    start, first = time.monotonic(), 0.0
+    start, first_answer_s = time.monotonic(), 0.0
     bar: dict[str, Any] = {"total": total, "initial": total - len(questions), "disable": None}
     with tqdm(**bar, unit="row", desc="answering") as progress:
         for question, answer in generate_answers(options, base, questions):
             yield AnswerLine(question, *answer)
             progress.update()
-            first = first or time.monotonic() - start
-    print(describe_speed(len(questions), time.monotonic() - start, first), flush=True)
+            first_answer_s = first_answer_s or time.monotonic() - start
+    print(describe_speed(len(questions), time.monotonic() - start, first_answer_s), flush=True)
 
 
 def describe_speed(rows: int, seconds: float, first: float) -> str:
@@ -133,7 +133,7 @@ def answer_settings(
 ) -> dict[str, Any]:
     """Return model, data and options that determine the answers.
 
-    Batch size and number of processes are left out: they change nothing but rounding.
+    Batch size and number of processes are left out, because they affect only rounding.
 
     Args:
         images: sha256 of each image file, by path.
@@ -146,7 +146,7 @@ def answer_settings(
 def generate_answers(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Yield each question with its answer, in order; starts processes if there are several GPUs."""
+    """Yield each question with its answer, in order; start worker processes if more than one."""
     from .answer_worker import Answer, answer_batches, split_into_batches
 
     placement = options.placement()
@@ -170,13 +170,13 @@ def _answer_in_processes(
 ) -> Generator[list[Any], None, None]:
     """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
     command = python_module_command("glm4v_patched.inference.answer_worker")
-    # Their own session: this process handles Ctrl-C.
-    popen: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
-    processes: list[Any] = [Popen(command, env=variables, **popen) for variables in environments]
+    # In a session of their own, so that only this process receives Ctrl-C.
+    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    processes: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
     try:
-        for first, process in enumerate(processes):
-            with suppress(OSError):  # the process has ended; reading from it says so below
-                pickle.dump((options, base, batches[first :: len(processes)]), process.stdin)
+        for number, process in enumerate(processes):
+            with suppress(OSError):  # the process has ended; reading its reply reports that
+                pickle.dump((options, base, batches[number :: len(processes)]), process.stdin)
                 process.stdin.flush()  # not closed: the worker ends when its stdin does
         for batch, process in zip(batches, cycle(processes), strict=False):
             try:
@@ -198,10 +198,10 @@ def _answer_in_processes(
 
 
 def worker_environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
-    """Return each process's environment: it sees one of the GPUs that are visible here."""
-    common = training_environment(processes, on_cpu)
+    """Return each worker's environment, with one of the GPUs that this process sees."""
+    shared = training_environment(processes, on_cpu)
     if on_cpu:
-        return [common] * processes
+        return [shared] * processes
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number in range(processes)]
-    return [common | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]
+    return [shared | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]

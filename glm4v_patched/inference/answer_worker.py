@@ -2,7 +2,7 @@
 
 ``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`, on the
 one GPU that it sees. It reads pickled options and all of its batches from stdin, writes the answers
-to each batch to stdout, and ends when its stdin does.
+to each batch to stdout, and ends when its stdin is closed.
 """
 
 import os
@@ -25,8 +25,8 @@ from .decoding.static_cache import StaticCaches, choose_cache
 from .nonfinite import NonFiniteLogits, RequireFiniteLogits, describe_cause
 from .questions import AnswerOptions, Generation, ModelOptions, Question
 
-# A static cache's length is a multiple of it, so that turns of a conversation and batches of
-# different lengths share one cache.
+# Lengths of static caches are multiples of this number, so that turns of a conversation and batches
+# of different lengths share one cache.
 CACHE_LENGTH_STEP = 1024
 MAX_READERS = 4
 """Threads that read images; Pillow and torch release the GIL while they do."""
@@ -57,7 +57,7 @@ class Answerer:
 
     A static cache decodes without synchronizing the host with the device
     (:func:`.decoding.loop.decode_without_sync`), on a GPU with one CUDA graph per batch size. Beam
-    search always has a dynamic cache.
+    search always uses a dynamic cache.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Answerer:
         Args:
             cache: "static" or "dynamic".
             check_finite: Whether NaN or infinite logits raise with a dynamic cache, too. Must be
-                False where processes gather sharded weights together, as none may stop alone.
+                False if processes gather sharded weights, because one that stops blocks the others.
         """
         self.model, self.processor = loaded
         self.generation, self.check_finite = generation, check_finite
@@ -131,25 +131,25 @@ class Answerer:
             NonFiniteLogits: The model computes NaN or infinite logits.
             RuntimeError: The GPU's memory is too small.
         """
-        # Replaced as a whole: sampling and lengths in the model's folder are for other uses.
+        # Replaced as a whole, so that options in the model's folder have no effect.
         self.model.generation_config = GenerationConfig(
             **generation.to_kwargs(),
             eos_token_id=self.end_ids,
             pad_token_id=self.model.config.pad_token_id,
         )
         if generation.do_sample:
-            # Within the range of torch's seeds, whatever the seed given.
+            # The modulo keeps every seed within torch's range.
             torch.manual_seed((generation.seed * 1_000_003 + first_row) % 2**64)
         batch_size, length = batch["input_ids"].shape
         try:
-            # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
+            # Not inference_mode, in which ZeRO-3 would gather weights that cannot be trained again.
             with torch.no_grad():
                 if self.caches is not None:
                     max_length = length + generation.max_new_tokens
                     options |= self.caches.generate_kwargs(batch_size, max_length)
                 elif self.check_finite:
-                    others = options.get("logits_processor", [])
-                    options["logits_processor"] = [*others, RequireFiniteLogits()]
+                    processors = options.get("logits_processor", [])
+                    options["logits_processor"] = [*processors, RequireFiniteLogits()]
                 if streamer is not None:
                     name = "token_streamer" if "custom_generate" in options else "streamer"
                     options[name] = streamer
@@ -170,12 +170,12 @@ class Answerer:
     def to_device(self, batch):
         """Copy a batch to the model's device, images in its dtype, while the GPU computes.
 
-        Meant for a thread of its own, as it waits for the copy. The previous batch must have been
-        answered before its memory is freed.
+        Call this in a thread of its own, because it waits for the copy. Keep a batch until it has
+        been answered: a later copy may reuse the memory of a freed one.
         """
         if self.copy_stream is None:
             return batch.to(self.model.device)
-        # In a stream of its own: copies in the current stream would wait for its kernels.
+        # In another stream, because copies in the current one would wait for its kernels.
         with torch.cuda.stream(self.copy_stream):
             if (pixels := batch.get("pixel_values")) is not None:
                 batch["pixel_values"] = pixels.to(self.model.device, self.model.dtype)
@@ -194,7 +194,7 @@ def load_answerer(
 
 
 def encode(processor, prompts: Sequence[Any]) -> Any:
-    """Return model inputs, padded on the left, of lists of messages or of texts to continue."""
+    """Return model inputs for lists of messages, or for texts to continue, padded on the left."""
     options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
     if isinstance(prompts[0], str):
         return processor.tokenizer([*prompts], **options)
@@ -224,18 +224,18 @@ def answer_batches(
 ) -> Generator[list[Answer], None, None]:
     """Load a model and yield the answers to each batch.
 
-    Threads read the images of the next batches meanwhile, starting while the model is loaded; the
-    next batch is copied to the GPU while the current one is answered.
+    Threads read the images of the next batches, from the loading of the model on, and copy the next
+    batch to the GPU while the current one is answered.
     """
     processor, unread = load_processor(base), iter(batches)
     num_readers = min(MAX_READERS, max((os.cpu_count() or 1) - 1, 1))
-    encoding: deque = deque()
+    being_read: deque = deque()
     readers = ThreadPoolExecutor(num_readers)
 
-    def start_reading(some: Iterable[Sequence[Question]]) -> None:
-        for questions in some:
+    def start_reading(next_batches: Iterable[Sequence[Question]]) -> None:
+        for questions in next_batches:
             inputs = readers.submit(encode, processor, [question.prompt for question in questions])
-            encoding.append(([question.row for question in questions], inputs))
+            being_read.append(([question.row for question in questions], inputs))
 
     try:
         start_reading(islice(unread, num_readers + 1))
@@ -243,9 +243,9 @@ def answer_batches(
 
         def start_copying() -> tuple[list[int], Future] | None:
             """Return the next batch's row numbers and its inputs, on their way to the device."""
-            if not encoding:
+            if not being_read:
                 return None
-            rows, inputs = encoding.popleft()
+            rows, inputs = being_read.popleft()
             start_reading(islice(unread, 1))
             return rows, readers.submit(lambda: answerer.to_device(inputs.result()))
 
@@ -290,7 +290,7 @@ def split_into_batches(questions: Sequence[Question], size: int) -> Iterator[Seq
 
 def run_worker() -> None:
     """Answer the batches on standard input and write each batch's answers to standard output."""
-    # Libraries print to sys.stdout: keep that out of the pipe to the parent.
+    # Keep what libraries print to sys.stdout out of the pipe to the parent process.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
     options, base, batches = pickle.load(sys.stdin.buffer)
     exit_when_stdin_closes()

@@ -1,6 +1,6 @@
 """The file of answers: written line by line, and continued where an earlier run stopped.
 
-An existing file is replaced only with ``--overwrite``, when the first new answer is there. Beside
+An existing file is replaced only with ``--overwrite``, when the first new answer is written. Beside
 it, ``NAME.settings.json`` records the model, data and options of its answers. Needs no torch.
 """
 
@@ -55,12 +55,13 @@ def open_answers(
     Args:
         path: A missing parent folder is created.
         questions: The questions that the file will answer.
-        settings: What determines the answers, by names that a message about differences uses.
-        data: DataSource of the questions; ``path`` may be neither this nor one of its images.
+        settings: Model, data and options that determine the answers; messages use these names.
+        data: DataSource of the questions; ``path`` may be neither its file nor one of its images.
         overwrite: Replace an existing file, at the first answer.
 
     Raises:
-        ValueError: The file belongs to other settings, is part of the data, or is being written.
+        ValueError: The file has answers of other settings, is part of the data, or is being written
+            by another process.
     """
     for file_path in (path, settings_path(path)):
         require_file(file_path, alone=True)
@@ -81,7 +82,7 @@ def open_answers(
             ) from None
         answers = AnswersFile(path, file, questions, settings, overwrite)
         if not overwrite:
-            # Again, with the lock: another process may have written them meanwhile.
+            # Again, under the lock: another process may have written answers meanwhile.
             require_same_answer_settings(path, settings)
             answers.read()
         yield answers
@@ -103,11 +104,12 @@ def require_same_answer_settings(path: Path, settings: Mapping[str, Any]) -> Non
             f"{recorded_path} is missing or does not name the model, data and options of the "
             f"answers in {path.name}, so they are not replaced; {OUT_CURE}"
         ) from None
-    names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
-    if has_answers and names:
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if has_answers and differing:
         lines = [
-            f"{n}: {_describe_value(before.get(n))} before, {_describe_value(now.get(n))} now"
-            for n in names
+            f"{name}: {_describe_value(before.get(name))} before, "
+            f"{_describe_value(now.get(name))} now"
+            for name in differing
         ]
         raise ValueError(
             f"the answers in {path} are of another model, other data or options; {OUT_CURE}\n  "
@@ -140,13 +142,13 @@ class AnswersFile:
         """Read the existing lines; an incomplete last line is removed."""
         unanswered = {(question.row, question.swapped): question for question in self.questions}
         self.file.seek(0)
-        start = 0
+        line_start = 0
         for number, text in enumerate(self.file, start=1):
             if not text.endswith(b"\n"):
                 print(f"{self.path}:{number} is cut off; this row is answered again")
-                self.file.truncate(start)
+                self.file.truncate(line_start)
                 break
-            start += len(text)
+            line_start += len(text)
             try:
                 values = json.loads(text)
                 key = values["row"], values.get("swapped", False)
@@ -157,7 +159,7 @@ class AnswersFile:
                     f"answer to the same row; remove the line, {OUT_CURE}"
                 ) from None
             self.lines[key] = line
-        self.has_begun = start > 0
+        self.has_begun = line_start > 0
 
     @property
     def missing(self) -> list[Question]:
@@ -165,10 +167,10 @@ class AnswersFile:
         return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
 
     def add(self, line: AnswerLine) -> None:
-        """Write an answer, unbuffered: a killed process loses none that was added before."""
+        """Write an answer unbuffered, so that a killed process loses none."""
         if not self.has_begun:  # only now replace what an earlier run wrote
-            name = settings_path(self.path)
-            with explain_failed_writes(name), open_atomically(name) as settings:
+            recorded_path = settings_path(self.path)
+            with explain_failed_writes(recorded_path), open_atomically(recorded_path) as settings:
                 settings.write(json.dumps(self.settings, indent=2).encode() + b"\n")
                 settings.flush()  # a full disk raises before the old answers are lost
                 self.file.truncate(0)

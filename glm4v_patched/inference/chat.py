@@ -23,7 +23,7 @@ HELP = """\
 def chat(options: Namespace) -> None:
     """Read questions from standard input, one per line, and print the answers as they come.
 
-    At a terminal an error is printed and the conversation goes on; otherwise it ends the command.
+    At a terminal, an error is printed and the conversation goes on. Otherwise the error is raised.
     """
     for value, name in ((options.other, "a second model"), (options.port, "--port")):
         if value is not None:

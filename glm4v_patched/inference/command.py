@@ -44,17 +44,17 @@ def add_commands(commands) -> None:
     export = commands.add_parser("export", help=export_help)
     export.set_defaults(run=_run_export, format="auto")  # the format of the rows
     _add_model(export, ["revision", "device"])
-    bits = "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers"
+    bits_help = "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers"
     formats = ("fp8", "int8", "int4")
-    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
-    calibration = "rows with images, like the training data, to calibrate the rounding with"
+    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
+    calibration_help = "rows with images, like the training data, to calibrate the rounding with"
     export.add_argument(
-        "--calibration", type=expand_path, required=True, metavar="FILE", help=calibration
+        "--calibration", type=expand_path, required=True, metavar="FILE", help=calibration_help
     )
-    rows = "rows of --calibration to use, evenly spaced (default: 256)"
-    export.add_argument("--rows", type=_positive_integer, default=256, metavar="N", help=rows)
-    evaluation = "rows to evaluate before and after, as the command evaluate does"
-    export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation)
+    rows_help = "rows of --calibration to use, evenly spaced (default: 256)"
+    export.add_argument("--rows", type=_positive_integer, default=256, metavar="N", help=rows_help)
+    evaluation_help = "rows to evaluate before and after, as the command evaluate does"
+    export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation_help)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     _add_generation(export, ["max_new_tokens"])
     _add_fields(export)
@@ -62,14 +62,14 @@ def add_commands(commands) -> None:
     chat = commands.add_parser("chat", help="ask a model about images, turn after turn")
     chat.set_defaults(run=_run_chat)
     _add_model(chat)
-    second = "a second model for --web, shown beside the first"
-    chat.add_argument("other", type=expand_path, nargs="?", metavar="MODEL2", help=second)
-    page = "show a page in the browser, reachable from this machine only"
-    chat.add_argument("--web", action="store_true", help=page)
+    second_help = "a second model for --web, shown beside the first"
+    chat.add_argument("other", type=expand_path, nargs="?", metavar="MODEL2", help=second_help)
+    page_help = "show a page in the browser, reachable from this machine only"
+    chat.add_argument("--web", action="store_true", help=page_help)
     chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
-    image = "an image for the first question; may be given several times"
+    image_help = "an image for the first question; may be given several times"
     chat.add_argument(
-        "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=image
+        "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=image_help
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _add_generation(chat, STREAMING_OPTIONS)
@@ -92,14 +92,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
-    name = "name of the model for clients (default: MODEL_OR_ADAPTER)"
-    add("--served-model-name", metavar="NAME", help=name)
-    adapter = "LoRA adapters on the same model, which clients request by NAME; may be repeated"
+    name_help = "name of the model for clients (default: MODEL_OR_ADAPTER)"
+    add("--served-model-name", metavar="NAME", help=name_help)
+    adapter_help = "LoRA adapters on the same model, which clients request by NAME; may be repeated"
     pair = _name_and_folder
-    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=adapter)
+    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=adapter_help)
     add_options(parser, ServerLimits)
-    body = "megabytes that a request may have (default: 32)"
-    add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body)
+    body_help = "megabytes that a request may have (default: 32)"
+    add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body_help)
     pixels = "megapixels that an image may have; all images of a request, 4 times (default: 50)"
     add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels)
 
@@ -107,20 +107,20 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=MODEL_HELP)
     add_options(parser, AnswerOptions)
-    data = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"
-    parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=data)
+    data_help = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"
+    parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=data_help)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
-    overwrite = "replace --out instead of continuing it"
-    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+    overwrite_help = "replace --out instead of continuing it"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite_help)
     _add_generation(parser)
 
 
 def _add_fields(parser: argparse.ArgumentParser):
-    """Add the fields of a recipe's ``data`` as options; return the function that adds one."""
+    """Add the fields of a recipe's ``data`` as options; return a function that adds another."""
     add = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
-    columns = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
-    add("--columns", metavar="YAML", help=columns)
+    columns_help = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
+    add("--columns", metavar="YAML", help=columns_help)
     add(
         "--image-folder",
         type=expand_path,
@@ -191,8 +191,8 @@ def _run_answer(options: argparse.Namespace) -> None:
     from .answer import answer_file
 
     lines = answer_file(_answer_options(options, options.data), options.out, options.overwrite)
-    cut = sum(line.finish_reason == "length" for line in lines)
-    note = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
+    num_cut = sum(line.finish_reason == "length" for line in lines)
+    note = f" ({num_cut:,} cut at --max-new-tokens {options.max_new_tokens})" if num_cut else ""
     print(f"{len(lines):,} answers{note}: {options.out}")
 
 

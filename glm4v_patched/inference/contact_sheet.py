@@ -18,7 +18,7 @@ from .questions import Question, evenly_spaced
 from .scoring import exact_match
 
 SHEET_COLUMNS, MAX_CELLS = 4, 24
-# In pixels. The font is monospaced, and CELL_CHARACTERS of its letters fill a cell's width.
+# In pixels, except DPI. CELL_CHARACTERS letters of the monospaced font fill a cell's width.
 CELL_WIDTH, IMAGES_HEIGHT, MARGIN, LINE_HEIGHT, DPI = 280, 150, 10, 18, 100
 FONT, FONT_POINTS, CELL_CHARACTERS = "DejaVu Sans Mono", 8, 38  # ships with matplotlib
 MAX_LINES = 4  # of a question or an answer
@@ -52,8 +52,8 @@ def draw_sheet(
     title = f"{len(right):,} of {len(triples):,} answers equal the reference"
     if len(cells) < len(triples):
         title += f"; {len(cells)} rows are shown, wrong answers first"
-    # In a thread: matplotlib's font parser keeps caught errors, whose tracebacks would keep the
-    # frames of the caller alive: in training, these hold the model.
+    # In a thread, because matplotlib's font parser keeps caught errors, and their tracebacks would
+    # keep the frames of our callers alive. In training, these frames hold the model.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_draw_file, title, cells, path).result()
 
@@ -67,26 +67,26 @@ def _draw_file(title: str, rows: Sequence[tuple[Question, str, int | str]], path
 
     cells = [cell_lines(*triple) for triple in rows]
     families, missing = find_fonts("".join(text for cell in cells for text, _ in cell))
-    head = wrap([(title, BLACK)], SHEET_COLUMNS * CELL_CHARACTERS)
+    header = wrap([(title, BLACK)], SHEET_COLUMNS * CELL_CHARACTERS)
     if missing:
         codes = listed([f"U+{ord(character):04X}" for character in sorted(missing)])
         hint = (
             f"no installed font has {codes}: install one that does, such as fonts-noto-cjk for "
             "Chinese"
         )
-        head += wrap([(hint, RED)], SHEET_COLUMNS * CELL_CHARACTERS)
+        header += wrap([(hint, RED)], SHEET_COLUMNS * CELL_CHARACTERS)
     cells = [
         wrap([(_drawable(text, missing), color) for text, color in cell], CELL_CHARACTERS)
         for cell in cells
     ]
     has_images = any(images_of(question.prompt) for question, *_ in rows)
-    top = MARGIN + len(head) * LINE_HEIGHT + MARGIN
+    top = MARGIN + len(header) * LINE_HEIGHT + MARGIN
     images_height = IMAGES_HEIGHT if has_images else 0
     cell_height = images_height + (max(map(len, cells), default=0) + 1) * LINE_HEIGHT
     width = SHEET_COLUMNS * (CELL_WIDTH + MARGIN) + MARGIN
     height = top + math.ceil(len(cells) / SHEET_COLUMNS) * cell_height
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    _draw_lines(figure, head, MARGIN, MARGIN, families)
+    _draw_lines(figure, header, MARGIN, MARGIN, families)
     for index, ((question, *_), cell) in enumerate(zip(rows, cells, strict=True)):
         x = MARGIN + index % SHEET_COLUMNS * (CELL_WIDTH + MARGIN)
         y = top + index // SHEET_COLUMNS * cell_height
@@ -109,8 +109,8 @@ def wrap(texts: ColoredTexts, characters: int) -> ColoredTexts:
     """Return up to :data:`MAX_LINES` lines of each text; wide (Chinese) characters count as two."""
     lines = []
     for text, color in texts:
-        padded = "".join(f"{c}\0" if unicodedata.east_asian_width(c) in "WF" else c for c in text)
-        wrapped = textwrap.wrap(padded, characters, max_lines=MAX_LINES, placeholder=" …")
+        two_wide = "".join(f"{c}\0" if unicodedata.east_asian_width(c) in "WF" else c for c in text)
+        wrapped = textwrap.wrap(two_wide, characters, max_lines=MAX_LINES, placeholder=" …")
         lines += [(line.replace("\0", ""), color) for line in wrapped]
     return lines
 
@@ -137,7 +137,7 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
 
 
 def _is_invisible(character: str) -> bool:
-    """Return whether it is a joiner, a direction mark or a variation selector."""
+    """Return whether it is a control or format character, or a variation selector."""
     return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f"
 
 
@@ -160,11 +160,11 @@ def _draw_images(figure: Any, paths: Sequence[str], cell_x: int, cell_y: int) ->
     width, height = figure.get_size_inches() * DPI
     columns = math.ceil(math.sqrt(len(paths)))
     for index, path in enumerate(paths):
-        box = CELL_WIDTH // columns, IMAGES_HEIGHT // math.ceil(len(paths) / columns)
-        size = box[0] - MARGIN, box[1] - MARGIN
+        slot = CELL_WIDTH // columns, IMAGES_HEIGHT // math.ceil(len(paths) / columns)
+        size = slot[0] - MARGIN, slot[1] - MARGIN
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
-        x, y = cell_x + index % columns * box[0], cell_y + index // columns * box[1]
+        x, y = cell_x + index % columns * slot[0], cell_y + index // columns * slot[1]
         bounds = x / width, 1 - (y + size[1]) / height, size[0] / width, size[1] / height
         axes = figure.add_axes(bounds, anchor="NW", xticks=[], yticks=[])
         axes.imshow(ImageOps.contain(upright, size))

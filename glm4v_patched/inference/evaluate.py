@@ -90,11 +90,11 @@ def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> d
     """Return the numbers of rows, and each metric's mean with right and with swapped images."""
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]
-    cut = sum(line.finish_reason == "length" for line in right)
-    scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": cut}
+    num_cut = sum(line.finish_reason == "length" for line in right)
+    scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": num_cut}
     for name, metric in metrics.items():
-        for suffix, some in (("", right), ("_swapped", swapped)):
-            pairs = ((line.answer, line.question.reference or "") for line in some)
+        for suffix, group in (("", right), ("_swapped", swapped)):
+            pairs = ((line.answer, line.question.reference or "") for line in group)
             scores[name + suffix] = mean_score(name, metric, pairs)
     return scores
 

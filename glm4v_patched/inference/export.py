@@ -37,7 +37,7 @@ from .merge import (
 )
 from .questions import AnswerOptions, evenly_spaced, read_questions
 
-# layer_by_layer uses its names, private ones too.
+# Only one minor version, because layer_by_layer also uses private names.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
 UNQUANTIZED_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
 
@@ -143,20 +143,23 @@ def export(
             "like the questions that the model will get"
         )
     weights_folder = fetch_weights(base)
-    weights = weight_bytes(weights_folder)
+    unquantized_bytes = weight_bytes(weights_folder)
     export_format = EXPORT_FORMATS[format]
-    saved, memory = estimate_needs(base, weights, export_format, processor, conversations)
+    disk_bytes, memory_bytes = estimate_needs(
+        base, unquantized_bytes, export_format, processor, conversations
+    )
     print(
-        f"calibrating with {len(conversations):,} rows; weights {format_bytes(weights)}, quantized "
-        f"about {format_bytes(saved)}; needs about {format_bytes(memory)} of memory",
+        f"calibrating with {len(conversations):,} rows; weights {format_bytes(unquantized_bytes)}, "
+        f"quantized about {format_bytes(disk_bytes)}; "
+        f"needs about {format_bytes(memory_bytes)} of memory",
         flush=True,
     )
-    require_free_disk(saved + weights * (base.adapters is not None), out)
-    free = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
-    if free < memory:
+    require_free_disk(disk_bytes + unquantized_bytes * (base.adapters is not None), out)
+    free_bytes = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
+    if free_bytes < memory_bytes:
         raise ValueError(
-            f"the {device} has {format_bytes(free)} of memory free, and the export needs about "
-            f"{format_bytes(memory)}; calibrate with fewer rows (--rows; now "
+            f"the {device} has {format_bytes(free_bytes)} of memory free, and the export needs "
+            f"about {format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
             f"{len(conversations):,}), "
             "or use a larger machine, or --device cpu, which is slow"
         )
@@ -179,7 +182,7 @@ def export(
         shutil.rmtree(partial / "merged", ignore_errors=True)
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))
-    return ExportReport(format, weights, weight_bytes(out), seconds, before, after)
+    return ExportReport(format, unquantized_bytes, weight_bytes(out), seconds, before, after)
 
 
 def require_compressor() -> None:
@@ -196,11 +199,11 @@ def require_compressor() -> None:
     for required in (COMPRESSOR, *(r for r in requirements if r.name == "transformers")):
         installed = version(required.name)
         if not required.specifier.contains(installed, prereleases=True):
-            needs = (
+            dependent = (
                 "export" if required is COMPRESSOR else f"{COMPRESSOR.name} {compressor_version}"
             )
             raise RuntimeError(
-                f"{needs} needs {required.name} {required.specifier}, but {installed} is "
+                f"{dependent} needs {required.name} {required.specifier}, but {installed} is "
                 f"installed: {cure} (in a separate environment if other packages need {installed})"
             )
 
@@ -232,16 +235,16 @@ def estimate_needs(
         stacks.append(transformer.vision.transformer.layers)
     linears = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
     bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
-    quantized = sum(
+    num_quantized = sum(
         len(stack) * linear.weight.numel()
         for stack, of_layer in zip(stacks, linears, strict=True)
         for linear in of_layer
     )
     # At most one 2-byte scale for each group of 128 weights.
-    saved = weights - quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
+    disk_bytes = weights - num_quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
     # GPTQ's fp32 Hessians of one layer; inverting the largest takes three copies of it.
     hessians = [[4 * linear.in_features**2 for linear in of_layer] for of_layer in linears]
-    statistics = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
+    gptq_bytes = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision
     # The inputs of one layer for all rows, of the language model or of the tower.
@@ -249,4 +252,4 @@ def estimate_needs(
     if format.quantizes_tower:
         num_images = sum(size.num_images for size in sizes)
         activations.append(num_images * vision.num_positions * vision.hidden_size)
-    return saved, weights + statistics + max(activations) * bytes_per_weight
+    return disk_bytes, weights + gptq_bytes + max(activations) * bytes_per_weight

@@ -111,8 +111,8 @@ def quantize_with_gptq(
     rows: Any = conversations
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_gptq_warning)
-    with ExitStack() as ending:
-        ending.callback(reset_session)  # the session holds a reference to the model
+    with ExitStack() as cleanup:
+        cleanup.callback(reset_session)  # the session holds a reference to the model
         # oneshot calls AutoConfig on the model's folder; the code there must not run.
         with applied():
             oneshot(

@@ -1,7 +1,7 @@
 """Merge LoRA adapters into the weights of their base model.
 
 The model's files of weights are read, changed and written one after the other, so that only one of
-them is in memory. The arithmetic is peft's. Whatever needs no torch is checked before its import.
+them is in memory. The arithmetic is peft's. Checks that need no torch run before its import.
 """
 
 import json
@@ -62,7 +62,7 @@ def merge(adapters: str, out: Path, revision: str | None = None) -> None:
 
     Args:
         adapters: Folder of LoRA adapters.
-        revision: Of the base model, if it is on the Hub.
+        revision: The base model's revision, if it is on the Hub.
 
     Raises:
         ValueError: There are no adapters, they cannot be merged, ``out`` exists, or the disk is
@@ -174,10 +174,10 @@ def weight_bytes(folder: Path) -> int:
 
 def require_free_disk(needed: float, out: Path) -> None:
     """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
-    free = shutil.disk_usage(nearest_existing(str(out))).free
-    if free < needed:
+    free_bytes = shutil.disk_usage(nearest_existing(str(out))).free
+    if free_bytes < needed:
         raise ValueError(
-            f"--out {out}: its disk has {format_bytes(free)} free, and the model needs "
+            f"--out {out}: its disk has {format_bytes(free_bytes)} free, and the model needs "
             f"{format_bytes(needed)}; give a folder on a larger disk"
         )
 
@@ -265,15 +265,15 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
         for name, module in adapted.named_modules()
         if isinstance(module, LoraLayer)
     }
-    others = [
+    not_linear = [
         name
         for name, layer in layers.items()
         if not isinstance(layer.get_base_layer(), torch.nn.Linear)
     ]
-    if others:
+    if not_linear:
         raise ValueError(
-            f"{base.adapters} adapts {len(others)} layers that are not linear "
-            f"({listed(others)}): these cannot be merged"
+            f"{base.adapters} adapts {len(not_linear)} layers that are not linear "
+            f"({listed(not_linear)}): these cannot be merged"
         )
     return layers
 
@@ -284,7 +284,7 @@ def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
     Args:
         layer: peft's LoRA layer.
         weight: The base weight, ``(out_features, in_features)``.
-        name: Of the weight, for messages.
+        name: The weight's name, for messages.
 
     Raises:
         ValueError: The merged weight is NaN or infinite.
@@ -294,18 +294,18 @@ def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
     import torch
     from torch.nn.functional import linear
 
-    inner = layer.get_base_layer()
-    assert inner.weight.shape == weight.shape, (name, inner.weight.shape, weight.shape)
-    placeholder, bias = inner.weight, inner.bias
-    inner.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
-    inner.bias = None  # LoRA does not change it
+    base_layer = layer.get_base_layer()
+    assert base_layer.weight.shape == weight.shape, (name, base_layer.weight.shape, weight.shape)
+    placeholder, bias = base_layer.weight, base_layer.bias
+    base_layer.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
+    base_layer.bias = None  # LoRA does not change it
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = layer(x)
         layer.merge()
-        merged = inner.weight.data.to(weight.dtype)
+        merged = base_layer.weight.data.to(weight.dtype)
         actual = linear(x, merged.float())
-    inner.weight, inner.bias = placeholder, bias
+    base_layer.weight, base_layer.bias = placeholder, bias
     if not torch.isfinite(merged).all():
         raise ValueError(
             f"{name} is NaN or infinite after the merge: the adapters may be damaged, or their "

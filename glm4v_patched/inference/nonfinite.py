@@ -1,6 +1,6 @@
 """Refuse to answer from NaN or infinite logits, and find the cause.
 
-The search costs nothing until logits are not finite: before, no weight is read and no hook is set.
+As long as logits are finite, the search costs nothing: it reads no weight and sets no hook.
 """
 
 from collections.abc import Iterator
@@ -107,8 +107,8 @@ def _first_nonfinite_layer(model: Any, batch: Any) -> str:
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_hook(make_hook(name)))
-        # With gradients enabled, neither CUDA graphs nor fused inference kernels are used. NaN may
-        # raise errors of its own.
+        # With gradients enabled, neither CUDA graphs nor fused inference kernels are used. Errors
+        # that NaN itself causes are ignored.
         with torch.enable_grad(), suppress(ValueError, RuntimeError):
             model(**batch, use_cache=False)
     return names[0] if names else ""

@@ -20,7 +20,7 @@ from ..models.quantized_weights import WEIGHT_FORMATS, check_weights_option
 from ..option_fields import find_field_problems, option
 from ..paths import require_apart
 
-# Below it, fp32 logits overflow to infinity and no token can be sampled.
+# Below this temperature, fp32 logits overflow to infinity and no token can be sampled.
 MIN_TEMPERATURE = 1e-3
 MIN_PENALTY, MAX_PENALTY = 1e-2, 1e2
 # static: a KV cache of fixed size, for CUDA graphs on a GPU; auto: static on a GPU, if the weights
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
 
 def _check_range(low: float, high: float, expected: str) -> Callable[[float], str | None]:
-    """Return a check of an option: ``expected`` for values outside of the range, and for NaN."""
+    """Return an option's check, which returns ``expected`` for NaN and values out of range."""
     return lambda value: None if low <= value <= high else expected
 
 
@@ -139,7 +139,7 @@ class AnswerOptions(ModelOptions):
 
     Args:
         data: The rows to answer.
-        processes: None for one on each GPU; on a CPU, for a single one.
+        processes: None starts one on each GPU, or a single one on a CPU.
     """
 
     data: DataSource
@@ -220,6 +220,6 @@ def digest_questions(questions: Sequence[Question], images: Mapping[str, str]) -
     digest = hashlib.sha256()
     for question in questions:
         prompt = replace_images(question.prompt, images.__getitem__)
-        row = [question.row, prompt, question.reference, question.swapped]
-        digest.update(json.dumps(row, sort_keys=True).encode())
+        values = [question.row, prompt, question.reference, question.swapped]
+        digest.update(json.dumps(values, sort_keys=True).encode())
     return digest.hexdigest()

@@ -88,7 +88,7 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
 def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
     """Return questions with all of their images replaced by those of another row.
 
-    The other row has a different reference and equally many images, none of them the same. One
+    The other row has a different reference and equally many images, none of them the same. A row
     with the same question text is preferred. Rows without images, or without such a partner, are
     left out.
 
@@ -116,7 +116,7 @@ def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> li
 def _find_partners(
     questions: Sequence[Question], digests: Mapping[str, str]
 ) -> dict[int, Question]:
-    """Return by row number a question with another reference and entirely different images."""
+    """Return by row number a question with another reference and none of the row's images."""
     # Shuffled: in a file sorted by answers, neighbors have the same reference.
     rows = random.Random(0).sample(questions, len(questions))
     images = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
@@ -141,9 +141,9 @@ def _find_partners(
 
 
 def _steps_to_next_different(values: Sequence[Any]) -> list[int]:
-    """Return for each value how many steps ahead, cyclically, a different one is.
+    """Return for each value the steps, cyclically, to the next value that differs.
 
-    It is the number of values where all are equal.
+    If all values are equal, the steps are the number of values.
     """
     size = len(values)
     steps = [size] * size

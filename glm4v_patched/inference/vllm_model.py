@@ -77,8 +77,8 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         positions = shared_positions(
             len(input_tokens), [(image.offset, image.length) for image in ranges]
         )
-        following = int(positions[-1]) + 1
-        return positions.repeat(3, 1), following - len(input_tokens)
+        next_position = int(positions[-1]) + 1
+        return positions.repeat(3, 1), next_position - len(input_tokens)
 
     def forward(
         self,

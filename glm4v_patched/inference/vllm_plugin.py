@@ -81,8 +81,8 @@ class SharedPositions:
                 "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
-        # The class computes RoPE from its own settings; this only declares custom positions. All
-        # rotary pairs (half of a head's) belong to the first of the three rows.
+        # The model class computes RoPE from its own settings; this only declares custom positions.
+        # All rotary pairs (half of a head's) belong to the first of the three rows.
         section = [config.kv_channels // 4, 0, 0]
         parameters = getattr(config, "rope_parameters", None) or {}
         config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
@@ -171,7 +171,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0
     for begin, count in images:
-        # Inner tokens after the first repeat its position; begin, first inner token and end count.
+        # Only begin, first inner token and end have a new position; other inner tokens share one.
         steps[begin + 2 : begin + count - 1] = 0
     return steps.cumsum(0)
 
@@ -188,9 +188,9 @@ def collapse_image_tokens(ids: list[int], config: Any, num_inner: int) -> list[i
     """Return token ids with a single inner token per image, as vLLM expects them.
 
     Args:
-        ids: An image has ``num_inner`` times ``config.image_token_id`` between begin and end, as
-            this package's processor writes it and online trainers pass it on, or one inner token
-            already.
+        ids: Token ids. Between begin and end, an image has ``num_inner`` times
+            ``config.image_token_id``, as this package's processor writes and online trainers pass
+            on, or already a single inner token.
         num_inner: Inner tokens of an expanded image.
     """
     # Not in a published config, whose processor does not expand images.

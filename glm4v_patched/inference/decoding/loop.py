@@ -4,22 +4,22 @@
         **inputs, past_key_values=StaticCache(...), custom_generate=decode_without_sync
     )
 
-transformers' own loop reads from the device after every token whether all sequences have ended, and
-prepares the next step only then, while the device is idle. Here these flags are copied to the host
-asynchronously, behind the steps that are queued already, and read when they have arrived. Up to
-:data:`MAX_LAG` steps are computed in vain after the end; their tokens are cut off. The cache and
-torch's random state have to be reset afterwards, as :class:`.static_cache.StaticCaches` and
+After every token, transformers' own loop reads from the device whether all sequences have ended.
+Only then does it prepare the next step, while the device is idle. Here each sequence has a flag,
+which is copied to the host asynchronously, behind the queued steps, and read when it has arrived.
+Up to :data:`MAX_LAG` steps are computed in vain after the end; their tokens are cut off. The cache
+and torch's random state have to be reset afterwards, as :class:`.static_cache.StaticCaches` and
 :class:`..answer_worker.Answerer` do. The tokens equal those of transformers' uncompiled loop bit
 for bit: its logits processors and stopping criteria run in its order.
 
-Supported is what these two need: one answer per sequence, sampled or greedy. Processors and
-criteria from outside transformers may count their calls; with any of these, the flags are read
-after every token. Two of transformers' own synchronize by themselves: ``no_repeat_ngram_size``
-reads ids on the host, and ``torch.isin`` sorts the end-of-sequence ids if there are more than about
-ten.
+The loop gives one answer per sequence, sampled or greedy, which is all that these two need. With
+processors or criteria from outside transformers, the flags are read after every token, because
+these may count their calls. Two of transformers' own synchronize by themselves:
+``no_repeat_ngram_size`` reads ids on the host, and ``torch.isin`` sorts the end-of-sequence ids if
+there are more than about ten.
 
-NaN or infinite logits raise an error. Those of the prompt are reported with the first token. Of the
-later ones only the last are checked, when all sequences have ended: NaN persists in the cache.
+NaN or infinite logits raise an error. The prompt's logits are checked with the first token. Of the
+later ones only the last are checked, because NaN persists in the cache.
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
-# Most decode steps queued before the end-of-sequence flags of a step are read, by device type; 0
-# for others. With 1, the host would have only one step's time to queue the next.
+# How many decode steps may be queued before a step's end-of-sequence flags are read, by device
+# type; 0 for others. With 1, the host would have only one step's time to queue the next.
 MAX_LAG = {"cuda": 2}
-NONFINITE = 2  # in place of the unfinished flag of a sequence
+NONFINITE = 2  # a sequence's unfinished flag if its logits are not finite
 
 
 def decode_without_sync(
@@ -55,7 +55,7 @@ def decode_without_sync(
     decode_step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate tokens; passed to ``generate`` as ``custom_generate``, which gives most arguments.
+    """Generate tokens, as the ``custom_generate`` of ``generate``, which passes most arguments.
 
     Args:
         token_streamer: A streamer, in place of generate's ``streamer``. It receives each token up
@@ -74,11 +74,11 @@ def decode_without_sync(
     max_length = generation_config.max_length
     ids = torch.zeros((batch_size, max_length), dtype=torch.long, device=device)
     ids[:, :prompt_length] = input_ids
-    processors = LogitsProcessorList(map(_faster, logits_processor))
+    processors = LogitsProcessorList(map(_with_cached_mask, logits_processor))
     criteria = [c for c in stopping_criteria if type(c) is not MaxLengthCriteria]
-    pad = None
+    pad_id = None
     if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
-        pad = _private(generation_config, "_pad_token_tensor").to(device)
+        pad_id = _private_attribute(generation_config, "_pad_token_tensor").to(device)
     is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
     max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
@@ -92,26 +92,26 @@ def decode_without_sync(
     model_kwargs[CACHE_KEYWORD] = outputs[CACHE_KEYWORD]
     inputs, length = None, prompt_length
     while True:
-        # An fp32 copy, as in transformers' loop. The outputs must be freed before the next step:
-        # a CUDA graph overwrites their memory.
+        # An fp32 copy, as in transformers' loop. The outputs must not be used after the next step,
+        # in which a CUDA graph overwrites their memory.
         logits_BV = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
         del outputs
         finite_B = None
         if length == prompt_length:
             finite_B = has_finite_logits(logits_BV)
-            if not is_async:  # these synchronize anyway, and may pass on the token
+            if not is_async:  # processors of others synchronize anyway, and may pass on the token
                 require_all_finite(finite_B)
-        so_far: Any = ids[:, :length]
-        scores_BV = processors(so_far, logits_BV)
+        ids_so_far: Any = ids[:, :length]
+        scores_BV = processors(ids_so_far, logits_BV)
         tokens_B = _next_tokens(scores_BV, generation_config.do_sample)
-        if pad is not None:
-            tokens_B = torch.where(unfinished, tokens_B, pad)
+        if pad_id is not None:
+            tokens_B = torch.where(unfinished, tokens_B, pad_id)
         ids[:, length] = tokens_B
         length += 1
-        so_far = ids[:, :length]
+        ids_so_far = ids[:, :length]
         for criterion in criteria:
-            done = torch.as_tensor(criterion(so_far, None), device=device)
-            unfinished.logical_and_(~done)
+            is_done = torch.as_tensor(criterion(ids_so_far, None), device=device)
+            unfinished.logical_and_(~is_done)
         if criteria or token_streamer is not None or finite_B is not None:
             tracker.add(unfinished, tokens_B, finite_B)
         if length == max_length or tracker.all_finished():
@@ -120,7 +120,7 @@ def decode_without_sync(
         if inputs is None or not model.advance_decode_inputs(
             inputs, tokens_B[:, None], prompt, length - prompt_length
         ):
-            inputs = model.prepare_inputs_for_generation(so_far, **model_kwargs)
+            inputs = model.prepare_inputs_for_generation(ids_so_far, **model_kwargs)
         outputs = forward(**inputs, return_dict=True)
     tracker.all_finished(max_lag=0)
     require_all_finite(has_finite_logits(logits_BV))
@@ -139,7 +139,7 @@ def _next_tokens(scores_BV: Tensor, do_sample: bool) -> Tensor:
     return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
-def _private(owner: Any, name: str) -> Any:
+def _private_attribute(owner: Any, name: str) -> Any:
     """Return a private attribute of a transformers object, or raise an error with the cure."""
     if not hasattr(owner, name):
         raise RuntimeError(
@@ -158,8 +158,8 @@ class FinishedTracker:
     """Read asynchronously which sequences have finished, and each step's tokens for a streamer.
 
     Args:
-        unfinished_B: Flags of the sequences, for their device and number.
-        max_lag: Steps whose flags need not have arrived yet.
+        unfinished_B: The sequences' flags, of which only device and number are used.
+        max_lag: Number of last steps whose flags may not have arrived yet.
         streamer: Receives the tokens of each step, if it is not None.
 
     Attributes:
@@ -176,25 +176,25 @@ class FinishedTracker:
         self._unfinished = torch.ones(shape, dtype=torch.uint8, **on_host)
         self._tokens = torch.zeros(shape, dtype=torch.long, **on_host)
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(max_lag + 1)]
-        self._on_host = self._unfinished.numpy()
-        self._added = self._read = 0
+        self._unfinished_on_host = self._unfinished.numpy()
+        self._num_added = self._num_read = 0
 
     def add(self, unfinished_B: Tensor, tokens_B: Tensor, finite_B: Tensor | None = None) -> None:
         """Queue the copy of a step's flags and tokens to the host.
 
         Args:
-            finite_B: Whether each sequence's logits are finite, if that is to be checked.
+            finite_B: Whether each sequence's logits are finite; None skips this check.
         """
         flags_B = unfinished_B.view(torch.uint8)  # a copy with a dtype conversion would synchronize
         if finite_B is not None:
             flags_B = torch.where(finite_B, flags_B, NONFINITE)
-        slot = self._added % len(self._copied)
+        slot = self._num_added % len(self._copied)
         self._unfinished[slot].copy_(flags_B, non_blocking=True)
         if self.streamer is not None:
             self._tokens[slot].copy_(tokens_B, non_blocking=True)
         if (copied := self._copied[slot]) is not None:
             copied.record(torch.cuda.current_stream(self._device))
-        self._added += 1
+        self._num_added += 1
 
     def all_finished(self, max_lag: int | None = None) -> bool:
         """Return whether all sequences are known to have finished.
@@ -202,17 +202,17 @@ class FinishedTracker:
         Waits for the flags of all steps except the last ``max_lag``.
         """
         max_lag = self.max_lag if max_lag is None else max_lag
-        while self.num_tokens is None and self._added - self._read > max_lag:
-            slot = self._read % len(self._copied)
+        while self.num_tokens is None and self._num_added - self._num_read > max_lag:
+            slot = self._num_read % len(self._copied)
             if (copied := self._copied[slot]) is not None:
                 copied.synchronize()
-            self._read += 1
-            if (self._on_host[slot] == NONFINITE).any():
+            self._num_read += 1
+            if (self._unfinished_on_host[slot] == NONFINITE).any():
                 raise NonFiniteLogits
             if self.streamer is not None:
                 self.streamer.put(self._tokens[slot].clone())
-            if not self._on_host[slot].any():
-                self.num_tokens = self._read
+            if not self._unfinished_on_host[slot].any():
+                self.num_tokens = self._num_read
         return self.num_tokens is not None
 
 
@@ -230,7 +230,7 @@ class _CachedSuppressTokens(LogitsProcessor):
         return scores.masked_fill(self.is_suppressed, -float("inf"))
 
 
-def _faster(processor: Any) -> Any:
+def _with_cached_mask(processor: Any) -> Any:
     if type(processor) is SuppressTokensLogitsProcessor:
         return _CachedSuppressTokens(processor)
     return processor

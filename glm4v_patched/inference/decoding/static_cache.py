@@ -20,7 +20,7 @@ from .loop import decode_without_sync
 class StaticCaches:
     """The static cache of a model, for the last batch size and the greatest length so far.
 
-    Each use resets it, so what was computed with it before must no longer be needed. On a GPU, the
+    Each use resets the cache, so its previous contents must no longer be needed. On a GPU, the
     decode step and the vision tower run as CUDA graphs (:mod:`...engine.kernels.cuda_graphs`).
     """
 
@@ -61,8 +61,8 @@ class StaticCaches:
 def choose_cache(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
     """Return ``"static"`` or ``"dynamic"`` for the option ``--cache``.
 
-    ``auto`` is static on a GPU, if decode steps with weights stored in this way can be captured as
-    a CUDA graph.
+    ``auto`` is static on a GPU, if a CUDA graph can capture decode steps with weights of this
+    format.
     """
     weights = weights or quantized_by(base.model, base.revision)
     return choose_cache_implementation(cache, weights, "dynamic" if device == "cpu" else "static")

@@ -46,8 +46,8 @@ class QueuedRequest:
     """A request in the queue.
 
     Args:
-        on_event: Called in the queue's thread: with texts and then the end, or with an error at any
-            time. A cancelled request may get no further event.
+        on_event: Called, in any thread, with texts and then the end, or with an error at any time.
+            A cancelled request may get no further event.
     """
 
     request: ParsedRequest
@@ -59,12 +59,12 @@ class AnswerQueue:
     """Answer requests in the order of their arrival.
 
     Waiting requests for the same model with the same generation options are answered in one batch.
-    Requests that arrive meanwhile wait for the next batch. Each client gets its end as soon as its
-    own answer is complete.
+    Requests that arrive meanwhile wait for the next batch. An answer ends for its client as soon as
+    it is complete, before the batch ends.
 
     Args:
         answerers: By the model names that clients use; several names may share one.
-        activate: Returns a context in which the model of that name answers, with its adapters on.
+        activate: Returns, for a model's name, a context in which its adapters are active.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class AnswerQueue:
                 batch = self._next_batch()
             sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
             # Every sequence of a batch grows to the length of the longest answer, even one that
-            # has ended: those without the context length for it are answered alone.
+            # has ended. Sequences without enough positions left are answered alone.
             longest = max((seq.max_tokens for seq in sequences), default=0)
             self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
             for seq in sequences:
@@ -168,7 +168,7 @@ class AnswerQueue:
         try:
             if sequences:
                 self._answer(sequences)
-        except Exception as error:  # whatever it is, later requests are answered
+        except Exception as error:  # of any type: later requests must be answered
             if len(sequences) > 1 and not any(seq.tokens for seq in sequences):
                 for seq in sequences:  # one of them, or the batch size, may be the cause
                     self._answer_or_fail([seq])
@@ -211,7 +211,7 @@ class AnswerQueue:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return an error for the client: itself if it is an ``ApiError``, otherwise status 500."""
+    """Return the client's error: an ``ApiError`` unchanged, any other as status 500."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"{type(error).__name__}: {error}")
@@ -230,7 +230,7 @@ class AnswerSequence(AnswerStreamer):
 
     Args:
         max_tokens: Tokens that the answer may have.
-        end_ids: Tokens that end it.
+        end_ids: Ids of the tokens that end the answer.
         is_closed: Returns whether the server is shutting down.
         positions_left: Position ids left of the model's context length.
     """

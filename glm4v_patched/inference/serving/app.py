@@ -112,7 +112,7 @@ def make_app(
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         lifespan=lifespan,
     )
-    # Its redirects would lead from a proxy's https to http.
+    # The router's redirects would lead from a proxy's https to http.
     app.router.redirect_slashes = False
     return app
 

@@ -25,7 +25,7 @@ READ_TIMEOUT_S = 60
 """How long a client may read nothing of its response once the socket's buffers are full."""
 SHUTDOWN_TIMEOUT_S = 3
 CONNECTION_KEY = "glm4v_patched.connection"
-"""Key of the state in a request's ASGI scope, for its :class:`Connection`."""
+"""Key of a request's :class:`Connection`, in the state of its ASGI scope."""
 
 
 class Connection(asyncio.Protocol):
@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
 
     uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
     response. Its ``limit_concurrency`` counts silent connections too, which can lock everyone else
-    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and above ``max_connections`` the
+    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`. Above ``max_connections``, the
     oldest connections without a complete request are aborted.
 
     All calls of asyncio are passed on to uvicorn's own protocol. :func:`track_requests` records how
@@ -69,8 +69,8 @@ class Connection(asyncio.Protocol):
         self.timer = self.loop.call_later(1, self._abort_if_silent)
         incomplete = [other for other in self.connections if not other.has_body]
         incomplete.sort(key=lambda other: other.since)
-        # Closing connections are counted until the event loop's next iteration; they are among the
-        # oldest.
+        # Closing connections count until the event loop's next iteration. They are among the
+        # oldest, so no other connection is aborted in their place.
         for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
             other.transport.abort()
 
@@ -94,9 +94,9 @@ class Connection(asyncio.Protocol):
         self.http.resume_writing()
 
     def end(self) -> None:
-        """Abort the connection during shutdown: at once if its client is still sending a body.
+        """Abort the connection during shutdown, at once if its client is still sending a body.
 
-        Others have :data:`SHUTDOWN_TIMEOUT_S`; uvicorn would cancel them with a traceback.
+        Otherwise it has :data:`SHUTDOWN_TIMEOUT_S`, half of uvicorn's, which prints a traceback.
         """
         is_sending = self.has_head and not self.has_body
         self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)
@@ -142,15 +142,15 @@ def max_connections() -> tuple[int, int]:
         RuntimeError: The process may open too few files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/dev/fd")) + RESERVED_FILES
+    other_files = len(os.listdir("/dev/fd")) + RESERVED_FILES
     number = MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
-        number = min(number, (limit - used) // 2)
+        number = min(number, (limit - other_files) // 2)
     if number < MIN_CONNECTIONS:
         raise RuntimeError(
             f"this process may open {limit} files, enough for {max(number, 0)} client connections; "
-            f"{MIN_CONNECTIONS} connections need {used + 2 * MIN_CONNECTIONS} files: raise the "
-            "limit (ulimit -n 1024)"
+            f"{MIN_CONNECTIONS} connections need {other_files + 2 * MIN_CONNECTIONS} files: raise "
+            "the limit (ulimit -n 1024)"
         )
     return number, number // 4
 

@@ -46,7 +46,7 @@ class Turn:
 
     Args:
         key: Key of the first message in the request.
-        images: Image files.
+        images: Contents of image files.
     """
 
     key: str
@@ -110,9 +110,9 @@ def drop_neutral_keys(
 
     Args:
         ignored: Keys that are dropped, whatever their value.
-        neutral: Values that request nothing, by key. Such keys are dropped; their other values are
-            refused. An empty tuple stands for 0, false and empty values.
-        prefix: In front of the keys in error messages.
+        neutral: Values that request nothing, by key. A key with such a value is dropped, with any
+            other value refused. An empty tuple stands for 0, false and empty values.
+        prefix: Text before the keys in error messages.
 
     Raises:
         ApiError: A key has a value that requests what the server cannot do.
@@ -120,9 +120,9 @@ def drop_neutral_keys(
     relevant = {k: v for k, v in values.items() if v is not None and k not in ignored}
     for key in neutral.keys() & relevant.keys():
         value, allowed = relevant.pop(key), neutral[key]
-        # As in JSON, where true is not 1.
-        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
-        if not (any(same) if allowed else not value):
+        # Compared as in JSON, where true is not 1.
+        matches = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
+        if not (any(matches) if allowed else not value):
             expected = " or ".join(map(json.dumps, allowed)) or "no value"
             problem = (
                 f"is {describe_value(value)}, which this server does not support; "
@@ -159,7 +159,7 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
 
 
 def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list, list[str]]:
-    """Return a message's images, and a list of its text, empty if there is none."""
+    """Return a message's images, and a list of its text or, without text, an empty list."""
     images = [part for part in content if isinstance(part, bytes)]
     text = "".join(part for part in content if isinstance(part, str))
     if images and role != "user":
@@ -208,7 +208,7 @@ def _parse_content_part(key: str, part: Any) -> str | bytes:
             f"{key}.type", f"is {describe_value(kind)}; expected {TEXT_EXAMPLE} or {IMAGE_EXAMPLE}"
         )
     name, url = next(iter(part.items()), ("", None))
-    # The guard has checked these keys only.
+    # The guard has checked images under these keys only.
     if len(part) != 1 or name not in ("image_url", "image"):
         keys = f"the keys {', '.join(part)}" if part else "no image_url"
         raise invalid_key(key, f"is an image with {keys}; expected {IMAGE_EXAMPLE}")

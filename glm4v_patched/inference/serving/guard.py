@@ -1,6 +1,6 @@
 """ASGI middleware that checks requests: host, API key, size, number and size of images, URLs.
 
-Our own server and vLLM's (``--middleware``), which has no such limits, use it. Needs no torch.
+Our own server uses it, and vLLM's, which has no such limits, as ``--middleware``. Needs no torch.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ PAGE_PATH = "/"
 """Path of ``chat --web``'s page, which needs no API key: it has to load before it can send one."""
 BODY_TIMEOUT_S = 60
 READER_THREADS = 64
-"""So many that fetching images from slow hosts delays no other request."""
+"""Enough that fetching images from slow hosts delays no other request."""
 SINGLE_HEADERS = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
-"""Headers that may occur only once: of two, a proxy and this server could read different ones."""
-# A body that is too large is still read up to this size: a client sees no response if the
-# connection is closed while it sends.
+"""Headers that may occur only once, as a proxy and this server could each read another of two."""
+# How much more of a too large body is read: a client sees no response if the connection is closed
+# while it sends.
 MAX_DISCARDED_BYTES = 256 * 10**6
 
 
@@ -45,7 +45,7 @@ class Guard:
     browser could send such requests to this machine (DNS rebinding, cross-site forms).
 
     Args:
-        limits: By default from the environment, as vLLM creates its middleware without arguments.
+        limits: By default read from the environment, as vLLM passes its middleware no arguments.
     """
 
     def __init__(self, app: Application, limits: ServerLimits | None = None):
@@ -100,30 +100,30 @@ class Guard:
 
         return receive_again
 
-    def _count_bytes(self, key: int, size: int) -> None:
+    def _count_bytes(self, scope_id: int, size: int) -> None:
         """Count more bytes towards a request, or raise ``ApiError``."""
         if sum(self.buffered.values()) + size > self.limits.max_buffered_bytes:
             raise self._out_of_memory(f"{size:,} more bytes")
-        self.buffered[key] += size
+        self.buffered[scope_id] += size
 
-    async def _read_in_time(self, receive: Receive, key: int) -> bytes:
+    async def _read_in_time(self, receive: Receive, scope_id: int) -> bytes:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
-                self.deadlines[key] = deadline
-                return await self._read(receive, key)
+                self.deadlines[scope_id] = deadline
+                return await self._read(receive, scope_id)
         except TimeoutError:
-            if key in self.evicted:
+            if scope_id in self.evicted:
                 raise self._out_of_memory("one that arrives slowly") from None
             raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S} s") from None
         finally:
-            self.deadlines.pop(key, None)
-            self.evicted.discard(key)
+            self.deadlines.pop(scope_id, None)
+            self.evicted.discard(scope_id)
 
     def _check_key_and_type(self, scope: Message) -> None:
         headers = dict(scope["headers"])
         key = self.limits.api_key
-        scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
-        is_correct = secrets.compare_digest(sent.strip(), (key or "").encode())
+        scheme, _, sent_key = headers.get(b"authorization", b"").partition(b" ")
+        is_correct = secrets.compare_digest(sent_key.strip(), (key or "").encode())
         if key is not None and not (is_correct and scheme.lower() == b"bearer"):
             raise ApiError(
                 401,
@@ -134,7 +134,7 @@ class Guard:
         if scope["method"] == "POST":
             require_json(headers)
 
-    async def _read(self, receive: Receive, key: int) -> bytes:
+    async def _read(self, receive: Receive, scope_id: int) -> bytes:
         chunks, size, max_bytes = [], 0, self.limits.max_body_bytes
         is_complete = is_refused = False
         while not is_complete and size <= max_bytes + MAX_DISCARDED_BYTES:
@@ -143,11 +143,11 @@ class Guard:
                 raise ApiError(400, "the client disconnected before the request was complete")
             chunks.append(message.get("body", b""))
             is_complete, size = not message.get("more_body", False), size + len(chunks[-1])
-            self.buffered[key] = size
-            is_refused = is_refused or size > max_bytes or not self._evict_slow_bodies(key)
+            self.buffered[scope_id] = size
+            is_refused = is_refused or size > max_bytes or not self._evict_slow_bodies(scope_id)
             if is_refused:
                 chunks.clear()
-                self.buffered[key] = 0
+                self.buffered[scope_id] = 0
         if size > max_bytes:
             raise ApiError(
                 413,
@@ -159,19 +159,19 @@ class Guard:
             raise self._out_of_memory(f"{size:,} more bytes")
         return b"".join(chunks)
 
-    def _evict_slow_bodies(self, key: int) -> bool:
-        """Drop arriving bodies, oldest first, until all fit; return whether this one may stay.
+    def _evict_slow_bodies(self, scope_id: int) -> bool:
+        """Drop arriving bodies, oldest first, until all fit; return whether this body may stay.
 
-        Otherwise slow bodies would keep others out.
+        Without this, slow bodies would keep others out.
         """
         excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
         for other, deadline in self.deadlines.items():
-            if excess > 0 and other not in (key, *self.evicted) and self.buffered.get(other):
+            if excess > 0 and other not in (scope_id, *self.evicted) and self.buffered.get(other):
                 excess -= self.buffered[other]
                 self.buffered[other] = 0
                 self.evicted.add(other)
                 deadline.reschedule(asyncio.get_running_loop().time())
-        return excess <= 0 and key not in self.evicted
+        return excess <= 0 and scope_id not in self.evicted
 
     def _out_of_memory(self, refused: str) -> ApiError:
         return ApiError(
@@ -183,8 +183,8 @@ class Guard:
 
 def parse_body(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
     """Return a body's JSON, and the body; images given by URL are fetched and put into both."""
-    # Before parsing: small values take a hundred times the memory of their text. Base64 contains
-    # none of these characters.
+    # Counted before parsing, as small values take a hundred times the memory of their text. Base64
+    # contains none of these characters.
     if (values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
         raise ApiError(
             413,
@@ -213,8 +213,8 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 def require_json(headers: dict[bytes, bytes]) -> None:
-    """Raise ``ApiError`` for other content types, which web pages may send to any server without
-    the browser asking first (CORS)."""
+    """Raise ``ApiError`` unless the content type is JSON: browsers let web pages send any server
+    other types without asking it first (CORS)."""
     kind = headers.get(b"content-type", b"").decode("latin-1")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the Content-Type is {kind!r}; expected application/json")

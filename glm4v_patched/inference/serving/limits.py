@@ -18,12 +18,12 @@ MAX_PIXELS_FACTOR = 4
 MAX_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``; above it, Pillow raises an error of its own."""
 MAX_TEXT_BYTES = 10**6
-"""Of a request without its images; the model's 8,192 positions are about 30,000 bytes."""
+"""Bytes of a request without its images; the model's 8,192 positions are about 30,000 bytes."""
 MAX_JSON_VALUES = 50_000
-"""In a request; a parsed value may take a hundred times the memory of its text."""
+"""JSON values in a request; a parsed value may take a hundred times the memory of its text."""
 MAX_JSON_DEPTH = 64
 MAX_BUFFERED_BODIES = 8
-"""In memory, at the largest size; each is there in three forms."""
+"""Bodies of the largest size in memory, each of them in three forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class ServerLimits:
         api_key: Key that clients must send; None requires none.
         hosts: Host names that clients may use, beside numeric addresses; None allows any. Refusing
             others prevents DNS rebinding: a web page whose own name resolves to this machine.
-        max_body_bytes: Of a request.
-        max_pixels: Of each image; all images of a request may have :data:`MAX_PIXELS_FACTOR` times
-            as many.
-        max_images: In a request. Each takes 15 MB and 1,602 tokens in the model, however small.
+        max_body_bytes: Bytes of a request's body.
+        max_pixels: Pixels of each image; all images of a request may have
+            :data:`MAX_PIXELS_FACTOR` times as many.
+        max_images: Images in a request. Each takes 15 MB and 1,602 tokens in the model.
         allow_urls: Whether images are fetched by http(s), from the public internet.
         max_requests: Requests that wait or are being answered.
         max_buffered_bodies: How many bodies of the largest size, or more smaller ones, may be in
@@ -94,7 +94,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
-        # JSON is sent as UTF-8, which cannot encode single surrogates.
+        # JSON is sent as UTF-8, which cannot encode lone surrogates.
         super().__init__(message.encode(errors="backslashreplace").decode())
         self.status, self.param, self.code = status, param and shorten(param, 200), code
 

@@ -44,7 +44,7 @@ class TextReply:
         return [server_sent_event(error.body())]
 
     def choice(self, text: str, reason: str | None = None, is_full: bool = False) -> dict[str, Any]:
-        """Return the only element of ``choices``: ``is_full`` for a reply that is not streamed."""
+        """Return the only element of ``choices``; ``is_full`` if the reply is not streamed."""
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ResponseReply(TextReply):
         reason = {"code": "server_error", "message": body["message"]}
         response = self.full_response("") | {"status": "failed", "error": reason}
         return [
-            self._named("error", **fields, error=body),
+            self._named_event("error", **fields, error=body),
             self._event("failed", response=response),
         ]
 
@@ -117,9 +117,9 @@ class ResponseReply(TextReply):
         ]
 
     def full_response(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
-        """Return the response; without ``end``, of an answer in progress."""
-        cut = end is not None and end.reason == "length"
-        status = "in_progress" if end is None else "incomplete" if cut else "completed"
+        """Return the response; without ``end``, the answer is in progress."""
+        is_cut = end is not None and end.reason == "length"
+        status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
         return (
             self.head
             | self.request_fields
@@ -128,7 +128,7 @@ class ResponseReply(TextReply):
                 "status": status,
                 "output": [] if end is None else [self._item(text, status)],
                 "usage": None if end is None else self.usage(end),
-                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
                 "error": None,
                 "instructions": None,
                 "metadata": {},
@@ -148,9 +148,9 @@ class ResponseReply(TextReply):
         }
 
     def _event(self, kind: str, **values: Any) -> str:
-        return self._named(f"response.{kind}", **values)
+        return self._named_event(f"response.{kind}", **values)
 
-    def _named(self, name: str, **values: Any) -> str:
+    def _named_event(self, name: str, **values: Any) -> str:
         event = {"type": name, "sequence_number": self.sequence_number} | values
         self.sequence_number += 1
         return f"event: {name}\n{server_sent_event(event)}"

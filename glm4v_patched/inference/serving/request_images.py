@@ -36,7 +36,7 @@ KEYS_WITHOUT_IMAGES = ("metadata", "tools")
 FETCH_TIMEOUT_S = 60
 SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# Sizes are checked here. For good, as changing warning filters temporarily is not thread-safe.
+# Sizes are checked here instead. Not undone, as temporary warning filters are not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
@@ -50,7 +50,7 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
         Whether the body was changed.
 
     Raises:
-        ApiError: An image or a limit is the problem; names the key.
+        ApiError: An image cannot be read or exceeds a limit; names the key.
     """
     images, size = _collect_images(body)
     if size > MAX_TEXT_BYTES:
@@ -68,12 +68,12 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
             format_key(images[0][1][:1]),
             "too_many_images",
         )
-    fetched = pixels = 0
+    fetched_bytes = pixels = 0
     for container, path in images:
         with _name_key_in_errors(format_key(path), limits):
-            content, is_fetched = _read_image(container[path[-1]], limits, fetched)
+            content, is_fetched = _read_image(container[path[-1]], limits, fetched_bytes)
             if is_fetched:
-                fetched += len(content)
+                fetched_bytes += len(content)
                 encoded = base64.b64encode(content).decode()
                 container[path[-1]] = f"data:image/any;base64,{encoded}"
             with open_image(content, IMAGE_FORMATS) as image:
@@ -82,7 +82,7 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
         problem = f"the {len(images):,} images in the messages have {pixels / 1e6:.1f} megapixels"
         option = f"{MAX_PIXELS_FACTOR} times --max-image-megapixels"
         raise _image_too_large(problem, max_pixels, option, format_key(images[0][1][:1]))
-    return fetched > 0
+    return fetched_bytes > 0
 
 
 @contextmanager
@@ -137,11 +137,11 @@ def _text_bytes(value: Any, path: tuple) -> int:
     return len(value.encode())
 
 
-def _read_image(url: str, limits: ServerLimits, fetched: int) -> tuple[bytes, bool]:
+def _read_image(url: str, limits: ServerLimits, fetched_bytes: int) -> tuple[bytes, bool]:
     """Return an image file, and whether it was fetched.
 
     Args:
-        fetched: Bytes fetched for this request before.
+        fetched_bytes: Bytes fetched for this request before.
     """
     if url[:5].lower() == "data:":
         return decode_data_url(url), False
@@ -155,7 +155,7 @@ def _read_image(url: str, limits: ServerLimits, fetched: int) -> tuple[bytes, bo
             "without --allow-urls): send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
-    return fetch(url, limits.max_body_bytes - fetched, FETCH_TIMEOUT_S), True
+    return fetch(url, limits.max_body_bytes - fetched_bytes, FETCH_TIMEOUT_S), True
 
 
 def _image_too_large(

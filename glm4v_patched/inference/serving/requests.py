@@ -153,7 +153,7 @@ class ParsedRequest(BaseRequest):
 
     Args:
         prompt: Messages for the processor, with images as bytes of files; or a text to continue.
-        max_tokens: Of the answer, if the client sets it.
+        max_tokens: Largest number of tokens in the answer, if the client sets it.
         key: The request's key that has the prompt.
         items: Messages that are stored with the response.
         store: Whether the response is stored.
@@ -248,19 +248,19 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
         messages = read_messages(_with_keys("messages", request.messages))
         return {"prompt": messages, "key": "messages"}
     assert stored is not None
-    previous, own = [], []
+    previous_items, own = [], []
     if (previous_id := request.previous_response_id) is not None:
         text = stored.responses.conversation(previous_id)
         stored.count_bytes(len(text))  # a small request may refer to a large conversation
-        previous = json.loads(text)
+        previous_items = json.loads(text)
     for key, item in _with_keys("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
         own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
-    items = [*previous, *(item for _, item in own)]
+    items = [*previous_items, *(item for _, item in own)]
     if items != request.input:  # the guard has only checked the request itself
         check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
-    with_keys = [*system, *(("previous_response_id", item) for item in previous), *own]
+    with_keys = [*system, *(("previous_response_id", item) for item in previous_items), *own]
     return {
         "items": items,
         "store": request.store,

@@ -12,7 +12,7 @@ from .limits import ApiError
 
 MAX_RESPONSES = 1000
 MAX_STORED_BODIES = 4
-"""Size limit of all stored conversations, in requests of the largest size."""
+"""Size limit of all stored conversations, as a multiple of a request's largest size."""
 MAX_ITEM_BYTES = 16 * 10**6
 """Size limit of all stored answers (texts without images), which AI SDKs refer to."""
 NOT_STORED_CURE = (
@@ -26,7 +26,7 @@ class LruStore:
 
     def __init__(self, max_entries: int, max_bytes: int):
         self.max_entries, self.max_bytes = max_entries, max_bytes
-        # As text, whose size in memory is what is counted, and which callers cannot change.
+        # Stored as text, whose size is known and which callers cannot change.
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()

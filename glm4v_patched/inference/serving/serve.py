@@ -188,8 +188,8 @@ def add_adapters(
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket, or raise ``ValueError``.
 
-    It is opened before a model is loaded, so that a port in use is reported at once and nobody else
-    can take the port. Connections wait in it until they are accepted.
+    The socket is opened before a model is loaded, so that a port in use is reported at once and
+    nobody else can take it. Connections wait until they are accepted.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -208,8 +208,8 @@ def allowed_hosts(host: str, api_key: str | None) -> list[str] | None:
     """
     if api_key:
         return None
-    others = () if is_local(host) else (socket.gethostname().lower(),)
-    return [*dict.fromkeys((LOCAL_NAME, *others, host.lower()))]
+    own_names = () if is_local(host) else (socket.gethostname().lower(),)
+    return [*dict.fromkeys((LOCAL_NAME, *own_names, host.lower()))]
 
 
 def is_local(host: str) -> bool:

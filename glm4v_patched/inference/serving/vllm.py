@@ -54,7 +54,7 @@ def vllm_command(
     Args:
         program: Path of vLLM's program.
         name: Name of the model for clients.
-        adapters: Adapters that are served, too, by name.
+        adapters: Other adapters to serve, by the names that clients use.
         address: Host and port.
 
     Raises:
@@ -87,8 +87,8 @@ def vllm_command(
         command += ["--max-loras", str(len(folders))]
     # As in our other commands, sampling options in the model's folder are not used.
     command += ["--generation-config", "vllm"]
-    names = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
-    config = {key: value for key, value in generation.to_kwargs().items() if key in names}
+    options = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
+    config = {key: value for key, value in generation.to_kwargs().items() if key in options}
     config |= {} if generation.do_sample else {"temperature": 0}
     command += ["--override-generation-config", json.dumps(config)]
     # vLLM's API pages load scripts from other hosts.
@@ -100,7 +100,7 @@ def vllm_command(
 def vllm_environment(limits: ServerLimits) -> dict[str, str]:
     """Return the environment of vLLM's server, with limits and API key.
 
-    The key is not in the command, as other users of the machine can see that.
+    The key is not in the command, which other users of the machine can see.
     """
     limits = replace(
         limits, max_requests=VLLM_MAX_REQUESTS, max_buffered_bodies=VLLM_MAX_BUFFERED_BODIES
