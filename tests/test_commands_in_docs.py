@@ -43,6 +43,7 @@ ELSEWHERE = {
     "pytest": "nox: test_command; test_tests_and_sessions_that_pages_name_are_there",
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     "ruff ": "nox: lint",
+    "python tests/check_names.py": "nox: lint",
     "mypy": "nox: types",
     "pre-commit install": "tests/test_project.py: its hooks are those of .ci/run",
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
