@@ -130,7 +130,7 @@ class ProcessSettings:
 class GenerationSettings:
     """Settings of the measurements of generation.
 
-    Fields without a help text are options that another dataclass declares.
+    Another dataclass declares the options of the fields that have no help text here.
     """
 
     batch: tuple[int, ...] = option((1, 8, 32), "batch sizes; each is measured", ge=1)

@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The visible GPUs; ``reason`` tells why there are none, and is empty otherwise."""
+    """The visible GPUs; ``reason`` tells why there are none, and is empty if there are some."""
 
     devices: tuple[Gpu, ...]
     reason: str = ""
@@ -54,7 +54,7 @@ class GpuMemoryUse:
 
 
 def find_gpus() -> Gpus:
-    """Return the GPUs that the CUDA driver shows, which applies ``CUDA_VISIBLE_DEVICES`` and MIG.
+    """Return the GPUs that the CUDA driver shows; it applies ``CUDA_VISIBLE_DEVICES`` and MIG.
 
     The query creates no CUDA context, so it uses no memory of the GPUs.
     """

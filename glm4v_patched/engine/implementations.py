@@ -44,6 +44,7 @@ ModuleClasses = tuple[type[nn.Module], ...]
 ANY_CLASS: ModuleClasses = ()
 """Accepts modules of every class: only hooks and a replaced ``forward`` are blockers then."""
 
+# The purposes of a :class:`ModelUsage`.
 TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
 
 

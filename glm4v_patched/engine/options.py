@@ -11,13 +11,13 @@ from .activation_policies import EVERY_N, POLICIES
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """Choices of trained weights.
 
-full: all weights; lm: all except those of the vision tower and its projector; lora_lm: LoRA on the
-language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
+full: all weights; lm: the language model's, without vision tower and projector; lora_lm: LoRA on
+the language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
 """
 
 MODEL_PARTS = ("tower", "projector", "language_model")
-"""Parts of the model: the vision tower's layers and embeddings; the projector of its output; the
-rest. ``trained`` may also be some of them, as "tower+projector"."""
+"""Parts of the model. tower: the vision tower's layers and embeddings; projector: all else of the
+vision part; language_model: the rest. ``trained`` may also name some, as "tower+projector"."""
 
 Precision = Literal["bf16", "fp32"]
 """Dtype of the computation and of saved weights."""
@@ -230,9 +230,10 @@ class EngineOptions(EngineSection):
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether frozen weights are stored in fp8: under LoRA, where they are not saved.
+        """Whether frozen weights are stored in fp8: under LoRA, which does not save them.
 
-        With hpZ they are not: DeepSpeed gathers hpZ's second copies in one dtype at a time.
+        With hpZ (second copies of the shards within a machine), they are not stored in fp8, because
+        DeepSpeed gathers these copies in one dtype at a time.
         """
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
@@ -250,8 +251,9 @@ class EngineOptions(EngineSection):
     def gathers_whole_layers(self) -> bool:
         """Whether ZeRO-3 must gather each layer as a whole, not its submodules one by one.
 
-        Compiled layers need this, fp8 weights beside bf16 biases, and selective checkpointing,
-        which fails if the recomputation runs a collective that forward did not run.
+        Three options need this: compiled layers; weights stored in fp8, whose biases are in bf16;
+        and selective checkpointing, which fails if the recomputation runs a collective that forward
+        did not run.
         """
         policies = [POLICIES.get(name) for name in (self.tower, self.language)]
         is_selective = any(policy and policy.max_saved_width is not None for policy in policies)

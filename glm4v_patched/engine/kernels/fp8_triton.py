@@ -1,4 +1,4 @@
-"""Kernels that quantize rows to fp8, optionally after GELU or SwiGLU, or only compute these two.
+"""Kernels that apply GELU or SwiGLU to rows, quantize rows to fp8, or do both.
 
 Importing this module needs Triton, which torch's GPU builds include.
 """
@@ -35,10 +35,10 @@ def _reciprocal(x):
 def _gelu(x):
     """Return GELU of fp32 ``x`` with an error of at most 1e-7 times ``x``.
 
-    GELU is x * Phi(x) with the normal distribution Phi. erf would take three times as long as
-    reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x): the
-    log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; beyond,
-    Phi is 0 or 1.
+    GELU is x * Phi(x), where Phi is the normal distribution. Computing erf would take three times
+    as long as reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x):
+    the log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; for
+    larger abs(x), Phi is 0 or 1.
     """
     square = tl.minimum(x * x, 42.0)
     slope = 5.23396250e-09 * square - 3.86020055e-07
@@ -59,9 +59,9 @@ def _silu(x):
 def store_quantized(
     values, pointers, scale_pointer, mask, fp8_max: tl.constexpr, amax_floor: tl.constexpr
 ):
-    """Store fp32 values as fp8, and their common scale. Values outside ``mask`` must be 0."""
+    """Store fp32 values as fp8, and the scale they share. Values outside ``mask`` must be 0."""
     amax = tl.maximum(tl.max(tl.abs(values), axis=0), amax_floor)
-    # tl.max ignores NaN, which must make the whole row NaN.
+    # A NaN must make the whole row NaN, and tl.max ignores it.
     has_nan = tl.max((values != values).to(tl.int32), axis=0)
     amax = tl.where(has_nan > 0, float("nan"), amax)
     quantized = (values * (fp8_max / amax)).to(pointers.dtype.element_ty)
@@ -93,7 +93,11 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
     quantizes: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Compute one group of channels of one row."""
+    """Compute one group of channels of one row.
+
+    ``bias`` belongs to the product whose partial sums ``x`` holds; ``gelu_bias`` is added before
+    GELU.
+    """
     pdl_wait_and_launch(use_pdl)
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # offsets may pass 2**31
     channels = tl.arange(0, BLOCK)
@@ -114,7 +118,7 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         values = _silu(values)
-        if not quantizes:  # round after SiLU, as torch does in two steps
+        if not quantizes:  # round after SiLU, as torch does
             values = values.to(dtype).to(tl.float32)
         values = tl.where(mask, values * up, 0.0)
     out += row * out_channels + channels
@@ -151,7 +155,7 @@ def activate_and_quantize_rows(
     function: str = "none",
     group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply an activation function and quantize each row, or each group of its channels.
+    """Apply an activation function and quantize each row, or each group of a row's channels.
 
     Args:
         x: ``(..., C)``, or ``(..., 2 * C)`` for "swiglu".
