@@ -16,7 +16,7 @@ from .training import run_and_log
 
 
 def measure_generation(options: argparse.Namespace) -> Iterator[dict]:
-    """Yield the measurement of each batch size; ``error`` has the reason where it failed.
+    """Yield the measurement of each batch size; if one failed, its ``error`` has the reason.
 
     Raises:
         ValueError: the options cannot be measured; raised before anything runs.

@@ -246,7 +246,7 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def sort_measurements(rows: list[dict]) -> list[dict]:
     """Sort rows of training by trained weights and hardware, others by device and batch size.
 
-    Rows of ablations (with the key ``added``) come last, in their own order.
+    Rows of ablations (with the key ``added``) come last, in the order of ``rows``.
     """
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))

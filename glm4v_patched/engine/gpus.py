@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NVIDIA_SMI_TIMEOUT = 10
-"""Seconds; ``nvidia-smi`` takes one or two where the driver is not kept loaded."""
+"""Seconds that ``nvidia-smi`` may take; it takes one or two if the driver is not kept loaded."""
 MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 CUDA_ERROR_NO_DEVICE = 100

@@ -498,7 +498,7 @@ def _current_blocker(entry: ImplementationEntry, module: Any) -> str | None:
 
 
 def summarize_explanations(explanations: Iterable[Explanation]) -> list[str]:
-    """Return a line for each implementation and reason, with the modules that have it."""
+    """Return a line for each implementation and reason, with the modules that have both."""
     lines: dict[str, list[str]] = {}
     for (module, implementation, reason), count in Counter(explanations).items():
         title = "as published" if implementation is None else implementation.__name__

@@ -325,7 +325,7 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
 
 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the channels per image token that the projector saves; it is never checkpointed."""
+    """Return the channels per image token that the projector, never checkpointed, saves."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
     return 2 * hidden * norm_dtype_factor(options) + 3 * ffn + inputs

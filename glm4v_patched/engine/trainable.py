@@ -60,7 +60,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
     """Add peft's adapters from a folder to their base model, to train them further.
 
     Args:
-        model: glm-4v, or peft's model around it, which then has these adapters beside its own.
+        model: glm-4v, or peft's model around it, which keeps its earlier adapters.
         name: peft's name for the adapters; without a dot.
 
     Raises:

@@ -28,7 +28,7 @@ CHECKPOINT_ENGINE = (
 # The context that shards new weights, and its method that gathers weights to load and save them.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 LOADING_GATHER = "_allgather_params_coalesced"
-# DeepSpeed's files in a checkpoint contain objects of these three of its classes.
+# The classes of DeepSpeed's own objects in a checkpoint's files.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
@@ -98,7 +98,7 @@ def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any])
 
 @contextmanager
 def skip_collectives_compilation() -> Iterator[None]:
-    """Keep DeepSpeed from compiling its CPU collectives in this context, which takes a minute.
+    """Return a context in which DeepSpeed does not compile its CPU collectives for a minute.
 
     Only ``inference_all_reduce`` uses these collectives; training uses gloo in any case. Once
     compiled, they leave 67 MB of shared memory behind for each process, and for a killed process
@@ -152,7 +152,7 @@ def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> Abstrac
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    """Return this process's shard of a weight, with padding; the weight if it is not sharded."""
+    """Return this process's shard of a weight, with its padding, or an unsharded weight itself."""
     return get_deepspeed_attribute(weight, "ds_tensor") if is_sharded(weight) else weight
 
 

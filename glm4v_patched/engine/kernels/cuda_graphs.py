@@ -18,7 +18,8 @@ class CudaGraphCallable:
     """Wraps a model or function whose calls are captured as a CUDA graph.
 
     The first call runs eagerly, the second is captured, and later ones replay the graph. A call
-    whose arguments differ from those in more than the contents of tensors is a first call again.
+    whose arguments differ from the last call's in more than the contents of tensors is a first call
+    again.
 
     Replays write their outputs to the tensors that the captured call returned. A cache among the
     arguments must be updated in place, as ``StaticCache`` is.

@@ -273,7 +273,7 @@ def linear_or_partials(layer: nn.Module, x: Any) -> Any:
 
 
 def _fused_linear(module: Any, name: str, x: Any) -> Any:
-    """Return a linear submodule's output; if the submodule may be fused, it may be partial sums."""
+    """Return the output of a linear submodule, or maybe partial sums if it may be fused."""
     layer = getattr(module, name)
     return linear_or_partials(layer, x) if module.can_fuse(name) else layer(x)
 
