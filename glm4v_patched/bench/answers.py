@@ -32,7 +32,7 @@ def measure_answers(options: argparse.Namespace) -> Iterator[dict]:
         ValueError: the options cannot be measured; raised before anything runs.
         RuntimeError: the model and the questions could not be written.
     """
-    from ..models.placement import place_processes  # imports pydantic
+    from ..models.placement import place_processes
 
     place_processes(1, options.device)
     check_weights_option(options.weights, options.device, options.cache)

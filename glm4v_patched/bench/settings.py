@@ -64,7 +64,7 @@ class TrainingSettings:
     engine: EngineSection = EngineSection()
 
     def __post_init__(self) -> None:
-        # Imported here, because it imports pydantic, which no other command needs.
+        # Imported here, because this module imports pydantic, which --help does not need.
         from ..finetune.recipe.rules import conflicts
 
         problems = [in_bench_terms(problem.text) for problem in conflicts(self.recipe_fields())]

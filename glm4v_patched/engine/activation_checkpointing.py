@@ -30,14 +30,14 @@ def checkpoint_layers(
 ) -> None:
     """Set the policies of the vision tower's layers and of the language model's.
 
-    All policies give the same gradients. They act in training only, through the layers' own
-    checkpointing, so they work under ZeRO-3 and with compiled layers.
+    All policies give the same gradients. The layers themselves apply their policies, in training
+    only, so policies work under ZeRO-3 and with compiled layers.
 
     Args:
         tower, language: A name of :data:`activation_policies.POLICIES`, or "every N".
-        marks_every_operator: Mark each operator of a "full" layer as recomputed. Needed for
-            compiled layers in fp8: torch 2.11's compiler otherwise saves the products inside an
-            ``autograd.Function``.
+        marks_every_operator: Whether each operator of a "full" layer is marked as recomputed.
+            Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the products
+            inside an ``autograd.Function``.
 
     Raises:
         ValueError: There is no such policy.

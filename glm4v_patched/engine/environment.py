@@ -102,7 +102,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
 def single_process_environment(on_cpu: bool) -> dict[str, str]:
     """Return the environment of a single training process, without ZeRO.
 
-    The process sees one GPU, because on several the Trainer would use DataParallel.
+    The process sees only one GPU: with several, the Trainer would use DataParallel.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     one_gpu = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first}

@@ -334,14 +334,14 @@ IMPLEMENTATIONS = (
 
 
 class Guarded:
-    """Namespace of the classes that :func:`_make_guarded_class` makes, where pickle finds them."""
+    """Namespace in which pickle finds the classes that :func:`_make_guarded_class` makes."""
 
 
 def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
     """Return a subclass of the implementation that looks for blockers in every call.
 
-    It computes as published while a required submodule has a blocker, and it has the methods
-    ``can_fuse`` and ``can_overwrite`` that implementations call.
+    The subclass computes as published while a submodule in ``entry.requires`` has a blocker. It has
+    the methods ``can_fuse`` and ``can_overwrite``, which implementations call.
     """
     if not entry.requires and not entry.may_fuse:
         return entry.implementation

@@ -74,7 +74,7 @@ def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int
 def uses_autocast(options: EngineOptions) -> bool:
     """Return whether training runs under autocast, with trained weights in fp32.
 
-    Training in bf16 without ZeRO does.
+    Training in bf16 without ZeRO runs under autocast.
     """
     return options.zero_stage == 0 and options.precision == "bf16"
 
@@ -167,7 +167,7 @@ def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     """Return the sizes of a tower layer.
 
-    Under autocast the inputs of its norms, and the residual stream, are fp32.
+    Under autocast, the inputs of the layer's norms and the residual stream are fp32.
     """
     hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
     norm_factor = 1 if options.compile else norm_dtype_factor(options)

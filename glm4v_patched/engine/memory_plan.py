@@ -311,8 +311,8 @@ def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
 def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that forward saves for backward.
 
-    They are the activations of the layers, of the projector and before the final norm, and the
-    weights that autograd saves.
+    They are the activations of the layers and of the projector, the input of the final norm, and
+    the weights that autograd saves.
     """
     layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
     # Elements saved outside the layers: the final norm's input and, below, the projector's.
@@ -365,7 +365,8 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
 def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that a step needs temporarily, beside saved activations.
 
-    They are gathered weights, and the larger of the logits and a layer's backward pass.
+    They are the gathered weights, plus the larger of two: the logits, or what the backward pass of
+    a layer needs.
     """
     gathered = 0.0
     if options.zero_stage == 3:

@@ -198,14 +198,15 @@ class EngineOptions(EngineSection):
 
     Attributes:
         trained: One of :data:`TRAINED`, or :data:`MODEL_PARTS` joined by "+".
-        store_transposed: Also store fp8 weights transposed, so that the backward pass need not
-            transpose them each time. It has no effect on sharded weights; ``decide_options`` may
-            turn it off to save memory.
+        store_transposed: Whether fp8 weights are also stored transposed, so that the backward pass
+            need not transpose them each time. The option has no effect on sharded weights, and
+            ``decide_options`` may turn it off to save memory.
         attn_implementation: As in transformers; None for the default of transformers.
-        stage3_max_live_parameters: DeepSpeed's setting: how many weights may stay gathered from a
-            layer's forward to its backward.
+        stage3_max_live_parameters: DeepSpeed's limit of the number of weights that stay gathered
+            from a layer's forward to its backward.
         skip_logits: Compute the loss from supervised positions only, in chunks.
-        loss_chunk_size: Positions in such a chunk; None for the default of the model's config.
+        loss_chunk_size: Positions in a chunk of the loss; None for the default of the model's
+            config.
     """
 
     trained: str = "full"

@@ -61,7 +61,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
 
     Args:
         model: glm-4v, or peft's model around it, which keeps its earlier adapters.
-        name: peft's name for the adapters; without a dot.
+        name: peft's name for the adapters; it must not contain a dot.
 
     Raises:
         ValueError: peft cannot read the settings, or the tensors do not fit the model.
@@ -70,7 +70,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
 
     try:
         PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # peft raises any kind for settings of another release
+    except Exception as error:  # peft may raise any class for the settings of another release
         raise ValueError(
             f"{folder / 'adapter_config.json'} cannot be read by peft {__version__}: {error}; "
             "expected the settings that it writes"

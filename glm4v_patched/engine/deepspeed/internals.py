@@ -98,7 +98,7 @@ def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any])
 
 @contextmanager
 def skip_collectives_compilation() -> Iterator[None]:
-    """Return a context in which DeepSpeed does not compile its CPU collectives for a minute.
+    """Return a context in which DeepSpeed skips compiling its CPU collectives (about a minute).
 
     Only ``inference_all_reduce`` uses these collectives; training uses gloo in any case. Once
     compiled, they leave 67 MB of shared memory behind for each process, and for a killed process

@@ -64,7 +64,7 @@ def serialize_gloo_gathers() -> None:
 def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     """Apply this module's changes; call it before ``deepspeed.initialize``.
 
-    Most of them take effect in the first forward pass.
+    Most changes take effect in the first forward pass.
 
     Raises:
         RuntimeError: torch has no coalesced gather. The first forward pass raises it, too, if
