@@ -146,6 +146,7 @@ def short_error(row: dict) -> str:
 
 
 def _formatted(key: str, template: str) -> Column:
+    """Return the column that formats a row's value of ``key``; "-" without a value."""
     return lambda row: "-" if row.get(key) is None else template.format(row[key])
 
 

@@ -266,6 +266,7 @@ def max_or_nan(numbers: Iterable[float]) -> float:
 
 
 def _span(logits: Tensor) -> str:
+    """Return the smallest and the largest logit, as text."""
     return f"{logits.min().item():.2f} to {logits.max().item():.2f}"
 
 

@@ -160,6 +160,9 @@ def find_blocker(
     return None
 
 
+# Conditions of the entries below: each returns why an implementation cannot be used, or None.
+
+
 def _fp8_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
     linear = located.module
     if not usage.fp8:
@@ -430,6 +433,7 @@ def _entry_blocker(
 
 
 def _locate_modules(model: nn.Module) -> Iterator[LocatedModule]:
+    """Yield every module of a model, with the transformer layer that contains it."""
     located = {
         id(module): LocatedModule(module, layer, name)
         for layer in checkpointed_layers(model)

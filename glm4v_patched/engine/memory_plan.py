@@ -147,6 +147,7 @@ def decide_options(
 
 
 def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
+    """Yield the options with every combination of candidates for what is not decided."""
     tower_candidates = POLICY_CANDIDATES if trains_tower(options.trained) else ("full",)
     live_candidates: tuple[float, ...] = (1e9,)
     if options.compile:

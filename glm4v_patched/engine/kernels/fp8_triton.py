@@ -19,6 +19,7 @@ from .skinny_gemm_triton import kernel_args, load_row
 
 @triton.jit
 def _exp2(x):
+    """Return an approximation of ``2 ** x``, by one instruction."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -26,6 +27,7 @@ def _exp2(x):
 
 @triton.jit
 def _reciprocal(x):
+    """Return an approximation of ``1 / x``, by one instruction."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -59,7 +61,10 @@ def _silu(x):
 def store_quantized(
     values, pointers, scale_pointer, mask, fp8_max: tl.constexpr, amax_floor: tl.constexpr
 ):
-    """Store fp32 values as fp8, and the scale they share. Values outside ``mask`` must be 0."""
+    """Store fp32 values as fp8, and the scale they share. Values outside ``mask`` must be 0.
+
+    ``fp8_max`` and ``amax_floor`` are the constants of :mod:`e4m3`.
+    """
     amax = tl.maximum(tl.max(tl.abs(values), axis=0), amax_floor)
     # A NaN must make the whole row NaN, and tl.max ignores it.
     has_nan = tl.max((values != values).to(tl.int32), axis=0)
@@ -95,8 +100,8 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
 ):
     """Compute one group of channels of one row.
 
-    ``bias`` belongs to the product whose partial sums ``x`` holds; ``gelu_bias`` is added before
-    GELU.
+    :func:`load_row` explains ``x``, ``scale``, ``bias`` and the flags of these tensors.
+    ``gelu_bias`` is added before GELU.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # offsets may pass 2**31
@@ -199,4 +204,5 @@ def _launch_activate(
 
 
 def _storage_of(x: Tensor | SplitKPartials) -> Tensor:
+    """Return the tensor that holds ``x``; outputs are allocated on its device."""
     return x.partials if isinstance(x, SplitKPartials) else x

@@ -240,6 +240,7 @@ class InferenceSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | SplitKPartials) -> Tensor:
+    """Return ``x + y``; partial sums in ``y`` are reduced."""
     from .skinny_gemm_triton import reduce_partials  # needs Triton
 
     return reduce_partials(y, x) if isinstance(y, SplitKPartials) else x + y

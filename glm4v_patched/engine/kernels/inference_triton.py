@@ -93,7 +93,10 @@ def triton_add_rms_norm(
     amax_floor: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Write ``x + y`` of one row to ``total`` if ``adds``, and its norm to ``out``."""
+    """Write ``x + y`` of one row to ``total`` if ``adds``, and the normalized sum to ``out``.
+
+    Without ``adds``, the sum is ``x``. :func:`load_row` explains the arguments about ``y``.
+    """
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
@@ -143,6 +146,7 @@ def triton_rope_and_update_cache(
 ):
     """Write one head of one sequence: a query, or a key or value of the cache.
 
+    :func:`load_row` explains the arguments about ``heads``: the queries, keys and values.
     For the channels of a head that RoPE does not rotate, the cosine is 1 and the sine 0. The two
     channels of a rotated pair are ``DISTANCE`` apart, a power of two, so XOR with it turns the
     index of one channel into that of the other.

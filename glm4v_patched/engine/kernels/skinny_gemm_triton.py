@@ -109,7 +109,8 @@ def load_row(
 ):
     """Load columns of one row of ``x`` as fp32.
 
-    If ``is_partials``, ``x`` is split-K partial sums. They are added up, scaled, and rounded to
+    If ``is_partials``, ``x`` is ``NUM_PARTIALS`` split-K partial sums. They are added up,
+    multiplied by ``scale`` if ``is_scaled``, added to ``bias`` if ``has_bias``, and rounded to
     ``dtype``.
     """
     if not is_partials:
