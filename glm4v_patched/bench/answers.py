@@ -1,7 +1,8 @@
 """Measures how fast the command ``answer`` turns a file of questions into a file of answers.
 
-The command is started twice per batch size and the second start is measured, so that the files are
-in the page cache and kernels are compiled. Weights are random unless a folder is given.
+For each batch size the command is started twice, and the second start is measured: by then, the
+files are in the page cache and the kernels are compiled. Weights are random unless ``--model`` is
+given.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from ..models.quantized_weights import check_weights_option
 from .settings import TrainingSettings
 from .training import device_name, run_and_log
 
-# The line of answer.describe_speed().
+# Matches the line that answer.describe_speed() returns.
 SPEED_LINE = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
 # Options of training and generation that apply here, too.
 SHARED_OPTIONS = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
@@ -31,7 +32,7 @@ def measure_answers(options: argparse.Namespace) -> Iterator[dict]:
         ValueError: the options cannot be measured; raised before anything runs.
         RuntimeError: the model and the questions could not be written.
     """
-    from ..models.placement import place_processes  # imports pydantic
+    from ..models.placement import place_processes
 
     place_processes(1, options.device)
     check_weights_option(options.weights, options.device, options.cache)
@@ -92,8 +93,8 @@ def _measure_batch(options: argparse.Namespace, folder: Path, batch: int) -> dic
         if error or speed is None:
             return row | {"error": error or "answer did not print its speed"}
         total, row["first_answer_s"] = map(float, speed.groups())
-        # Without the first batch, whose time includes loading the model. Times are printed with
-        # one decimal.
+        # The first batch does not count, because its time includes loading the model. The printed
+        # times have one decimal, so their difference may be 0.
         after_first = max(total - row["first_answer_s"], 0.1)
         row["answers_per_s"] = (options.answer_rows - batch) / after_first
     return row

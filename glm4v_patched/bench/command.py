@@ -20,7 +20,7 @@ from .table import (
     require_same_kind,
 )
 
-# Options of all workloads.
+# Options of all workloads; each is named as in argparse's namespace.
 COMMON_OPTIONS = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out"}
 COMMON_OPTIONS |= {"rows"}
 TRAINING_OPTIONS = {

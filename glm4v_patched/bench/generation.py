@@ -16,7 +16,7 @@ from .training import run_and_log
 
 
 def measure_generation(options: argparse.Namespace) -> Iterator[dict]:
-    """Yield the measurement of each batch size; ``error`` has the reason where it failed.
+    """Yield the measurement of each batch size; if one failed, its ``error`` has the reason.
 
     Raises:
         ValueError: the options cannot be measured; raised before anything runs.
@@ -26,7 +26,7 @@ def measure_generation(options: argparse.Namespace) -> Iterator[dict]:
     settings = GenerationSettings(**values | {"batch": tuple(options.batch)})
     if options.weights is not None:
         require_packages(options.weights, f"--weights {options.weights}")
-    from ..models.placement import place_processes  # imports pydantic
+    from ..models.placement import place_processes
 
     place_processes(1, options.device)
     job = asdict(settings) | {"cache": settings.resolved_cache}

@@ -61,7 +61,7 @@ def build_benchmark_model(settings: dict) -> Any:
 
 
 def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) -> dict:
-    """Measure the seconds to the first token and the tokens per second after it."""
+    """Measure the seconds to the first token, and the tokens per second after that token."""
     inputs = image_prompts(model.config, settings, batch, device)
     new_tokens, caches, length = settings["new_tokens"], None, 0
     if settings["cache"] != "dynamic":
@@ -129,7 +129,7 @@ def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, 
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Return the weight bytes that a decode step reads: the language model's, but no embeddings."""
+    """Return the weight bytes that a decode step reads: the language model's without embeddings."""
     return sum(
         stored_bytes(tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]  # fp8 scales

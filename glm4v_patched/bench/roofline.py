@@ -1,7 +1,8 @@
 """Useful FLOP of a training step, and the FLOP/s that the device reaches in matrix products.
 
-Useful FLOP are those of one forward pass, and as many again each for the gradients of activations
-and of weights; recomputation (activation checkpointing) is left out. A multiply-add counts as 2.
+Useful FLOP are those of one forward pass, as many again for the gradients of activations, and as
+many again for the gradients of weights. Recomputation (activation checkpointing) does not count. A
+multiply-add counts as 2.
 """
 
 from math import prod
@@ -19,7 +20,8 @@ from ..patch.config_json import read_json_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import TrainingSettings
 
-# Passes over (vision tower, language model): forward, activation gradients and weight gradients.
+# Number of passes over (vision tower, language model): 1 is the forward pass, 2 adds the gradients
+# of activations, 3 adds those of weights.
 PASSES_PER_STEP = {
     "full": (3, 3),
     "lm": (1, 3),
@@ -101,7 +103,8 @@ def measured_ceiling(side: int, products: int) -> float:
 
     Args:
         side: Rows and columns of the matrices.
-        products: Number of products. The roofline uses 20, which end before a cool GPU heats up.
+        products: Number of timed products. The roofline uses 20, which end before a cool GPU heats
+            up.
     """
     a = torch.randn(side, side, device=local_device(), dtype=torch.bfloat16)
     b = torch.randn_like(a)

@@ -75,8 +75,8 @@ def config_and_processor(
 ) -> tuple[ChatGLMConfig, ChatGLMProcessor | None]:
     """Return the config and the processor of the trained model.
 
-    The processor is ``None`` for a batch in memory. With random weights, it has a vocabulary of
-    letters, and the config has that vocabulary's special tokens.
+    The processor is ``None`` for a batch in memory. For random weights, the processor has a
+    vocabulary of letters, and the config has that vocabulary's special tokens.
     """
     config = benchmark_config(settings)
     if settings.from_files is None:
@@ -142,7 +142,7 @@ def _make_conversation(
 
 
 def write_benchmark_data(folder: Path, settings: TrainingSettings, samples: int) -> None:
-    """Write ``train.jsonl`` and its images, and the folder ``model`` unless one is named.
+    """Write ``train.jsonl`` and its images and, unless the settings name a model, ``model/``.
 
     Args:
         samples: The number of conversations.

@@ -64,7 +64,7 @@ class TrainingSettings:
     engine: EngineSection = EngineSection()
 
     def __post_init__(self) -> None:
-        # Imported here, because it imports pydantic, which no other command needs.
+        # Imported here, because this module imports pydantic, which --help does not need.
         from ..finetune.recipe.rules import conflicts
 
         problems = [in_bench_terms(problem.text) for problem in conflicts(self.recipe_fields())]
@@ -130,7 +130,7 @@ class ProcessSettings:
 class GenerationSettings:
     """Settings of the measurements of generation.
 
-    Fields without a help text are options that another dataclass declares.
+    Another dataclass declares the options of the fields that have no help text here.
     """
 
     batch: tuple[int, ...] = option((1, 8, 32), "batch sizes; each is measured", ge=1)

@@ -8,14 +8,14 @@ from pathlib import Path
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
 
-# Short reasons of failures, by a pattern in the error message.
+# Short reasons for failures; each key is a pattern that the error message contains.
 SHORT_REASONS = {
     "out ?of ?memory": "out of memory",
     "not done": "not done in time",
     "sigkill": "killed",
 }
-# Settings that the column "method" leaves out: they have their own columns, or do not describe the
-# training. Some are settings of older releases.
+# Settings that the column "method" leaves out, because they have their own columns or do not
+# describe the training. Some exist only in the rows of older releases.
 SETTINGS_WITH_COLUMNS = {
     "trained",
     "micro_batch",
@@ -44,11 +44,11 @@ def read_measurements(path: Path, may_be_new: bool = False) -> list[dict]:
     """Read the rows of a file.
 
     Args:
-        may_be_new: Whether the file may be missing; it then has no rows.
+        may_be_new: Whether the file may be missing; no rows are returned then.
 
     Raises:
         FileNotFoundError: the file, or the folder of a new file, does not exist.
-        ValueError: it is not a JSON array of measured rows.
+        ValueError: the file is not a JSON array of measured rows.
     """
     if may_be_new and not path.exists():
         if not path.absolute().parent.is_dir():
@@ -74,7 +74,8 @@ def require_same_kind(path: Path, workload: str) -> None:
     """Require that new rows of a workload fit into one table with the rows of a file.
 
     Raises:
-        ValueError: the file's rows have other columns, or see :func:`read_measurements`.
+        ValueError: the file's rows have other columns.
+        FileNotFoundError, ValueError: see :func:`read_measurements`.
     """
     for row in read_measurements(path, may_be_new=True)[:1]:
         if columns_of(row) is not columns_of({"workload": workload}):
@@ -91,14 +92,14 @@ def append_measurements(path: Path, rows: list[dict]) -> None:
     Raises:
         FileNotFoundError, ValueError: see :func:`read_measurements`.
     """
-    # A NaN loss becomes null: Python's json writes NaN, which is not valid JSON.
+    # Replace a NaN loss by null: Python's json would write NaN, which is not valid JSON.
     text = json.dumps([*read_measurements(path, may_be_new=True), *rows])
     finite = json.loads(text, parse_constant=lambda constant: None)
     write_atomically(path.resolve(), "[\n" + ",\n".join(map(json.dumps, finite)) + "\n]\n")
 
 
 def hardware_cell(row: dict) -> str:
-    """Return number, name (unless the row failed early) and any memory limit of the devices."""
+    """Return the number of devices, their name if the row has it, and any memory limit."""
     gpus, device, limit = row["gpus"], row.get("device"), row.get("memory_limit_gib")
     if device == "cpu":
         return f"CPU, {gpus} process{'es' * (gpus > 1)}"
@@ -116,7 +117,7 @@ def _policies_cell(row: dict) -> str:
 
 
 def _live_parameters_cell(row: dict) -> str:
-    """Return how many parameters ZeRO-3 keeps gathered; "-" if unknown or not ZeRO-3."""
+    """Return how many parameters ZeRO-3 keeps gathered; "-" if unknown or without ZeRO-3."""
     settings = row["settings"] | (row.get("policies") or {})
     live = settings.get("gathered", settings.get("stage3_max_live_parameters"))
     return "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"
@@ -145,6 +146,7 @@ def short_error(row: dict) -> str:
 
 
 def _formatted(key: str, template: str) -> Column:
+    """Return the column that formats a row's value of ``key``; "-" without a value."""
     return lambda row: "-" if row.get(key) is None else template.format(row[key])
 
 
@@ -209,8 +211,8 @@ def cells_of(row: dict) -> dict[str, str]:
 def markdown_table(rows: list[dict]) -> str:
     """Return the sorted table of rows that have the same columns.
 
-    Columns without any value are left out. Below the table, folded, are the command and the
-    versions of each row, by its number.
+    Columns without any value are left out. A folded list below the table has the command and the
+    versions of each row, under the row's number.
 
     Raises:
         ValueError: there are no rows, or their columns differ.
@@ -245,7 +247,7 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def sort_measurements(rows: list[dict]) -> list[dict]:
     """Sort rows of training by trained weights and hardware, others by device and batch size.
 
-    Rows of ablations (with the key ``added``) come last, in their own order.
+    Rows of ablations (with the key ``added``) come last, in the order of ``rows``.
     """
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))

@@ -62,7 +62,7 @@ def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
 def _require_machine(
     combinations: Sequence[TrainingSettings], processes: int, on_cpu: bool
 ) -> None:
-    """Refuse settings with which a recipe would be refused on this machine.
+    """Refuse settings for which this machine would also refuse a recipe.
 
     A measurement is refused for memory only if it certainly does not fit.
 
@@ -94,7 +94,8 @@ def _require_machine(
 
 def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) -> str:
     """Return why a training does not fit into memory; empty if it may fit."""
-    # Imported here, because they import torch; the checks before them are answered at once.
+    # Imported here, because these modules import torch: the other checks need no torch and answer
+    # at once.
     from ..engine.memory_check import find_memory_problem
     from ..engine.memory_plan import apply_memory_limit
     from .roofline import benchmark_batch, benchmark_config
@@ -165,7 +166,8 @@ def run_and_log(
         timeout: Seconds after which the command is stopped.
 
     Returns:
-        An empty string on success; else the line of the output with the error, or its last lines.
+        An empty string on success; else the line of the output that has the error, or the output's
+        last lines.
     """
     printed = folder / "printed.txt"
     with printed.open("w") as file:

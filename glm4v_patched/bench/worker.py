@@ -1,8 +1,8 @@
 """Process that measures training; each GPU runs one.
 
 ``python -m glm4v_patched.bench.worker SETTINGS OUT``, with ZeRO under ``torch.distributed.run``.
-The training loop is a recipe's (:mod:`finetune.assembly`), with generated samples, a callback that
-times the steps and, unless the settings name a model, random weights.
+The training loop is that of a recipe (:mod:`finetune.assembly`). The samples are generated, a
+callback times the steps and, unless the settings name a model, the weights are random.
 """
 
 import json
@@ -41,7 +41,10 @@ LEARNING_RATE = 1e-5
 
 
 class StepTimer(TrainerCallback):
-    """Callback that times each step after the warm-up: with reading samples, without logging."""
+    """Callback that times each step after the warm-up.
+
+    A step's time includes reading its samples, and excludes logging.
+    """
 
     def __init__(self, warm_up: int):
         self.warm_up = warm_up
@@ -107,7 +110,7 @@ def _build_benchmark_trainer(
     requested = settings.engine_options()
     require_fp8(requested, config)
     if torch.cuda.is_available():
-        join_process_group(requested)  # min_free_gpu_memory is the minimum over all processes
+        join_process_group(requested)  # min_free_gpu_memory takes the minimum over all processes
     options = decide_options(config, requested, batch, min_free_gpu_memory(requested.memory_limit))
     steps = settings.warm_up + settings.steps
     arguments = init_training(

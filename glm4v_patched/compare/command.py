@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the comparison; return 1 if ours is wrong, or differs from a valid original."""
+    """Print the comparison; return 1 if our code is wrong, or differs from a valid original."""
     folder = options.original
     _require_original(folder)
     code = describe_code(folder)
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 def compare(
     folder: Path, python: str, precision: Precision, device: str, work: Path
 ) -> list["Comparison"]:
-    """Compute the same cases with the code in ``folder`` and with ours, one model at a time.
+    """Compute the same cases with the code in ``folder`` and with our code, one model at a time.
 
     Args:
         folder: The published model with its code.
@@ -179,8 +179,9 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
 
     config = ChatGLMConfig.from_pretrained(folder)
     bytes_per_element = {"bf16": 2, "fp32": 4}[precision]
-    # An upper bound: the language model without activation checkpointing, since its gradients flow
-    # through all layers; the tower with full checkpointing, since only its last layer gets them.
+    # An upper bound. The language model has no activation checkpointing here, because gradients
+    # flow through all its layers; the tower has full checkpointing, because only its last layer
+    # has gradients.
     options = EngineOptions(
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )

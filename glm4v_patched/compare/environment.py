@@ -17,7 +17,8 @@ PYTHON_CURE = (
     f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, "
     "accelerate, tiktoken, pillow and torch (docs/troubleshooting.md)"
 )
-# Only these environment variables are passed on: tokens have too many names to filter them out.
+# Only these environment variables are passed on. Secret tokens have too many names to filter them
+# out.
 PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 PASSED_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
 
@@ -43,7 +44,8 @@ def find_python_versions(python: str) -> str:
     """Return which transformers and torch a Python has, as text.
 
     Raises:
-        RuntimeError: this Python cannot run, or its transformers does not run the published code.
+        RuntimeError: this Python cannot run, or the published code does not work with its
+            transformers.
     """
     code = "import json, transformers, torch, safetensors; print(json.dumps("
     code += "[transformers.__version__, torch.__version__]))"
@@ -66,7 +68,7 @@ def find_python_versions(python: str) -> str:
 
 
 def isolated_environment(home: Path) -> dict[str, str]:
-    """Return an environment without tokens, in variables or in files of the Hub's client.
+    """Return an environment without secret tokens, be they in variables or in the Hub's files.
 
     Args:
         home: An empty folder that becomes the home folder.

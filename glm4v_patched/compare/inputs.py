@@ -1,4 +1,4 @@
-"""Inputs of both models, in the published form: each image is a placeholder of three tokens."""
+"""Inputs of both models, in the published form: three placeholder tokens stand for each image."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def _unexpand(ids: list[int], collator: ConversationCollator, processor) -> list
 def _left_padded_batch(
     sequences: list[list[int]], collator: ConversationCollator
 ) -> dict[str, Tensor]:
-    """Pad on the left, with the mask and position ids that the published tokenizer makes."""
+    """Pad on the left; make the mask and the position ids that the published tokenizer makes."""
     length = max(map(len, sequences))
     batch: dict[str, list[list[int]]] = {
         name: [] for name in ("input_ids", "attention_mask", "position_ids", "labels")

@@ -16,9 +16,10 @@ OURS_WRONG: Final = "OURS IS WRONG"
 # Names of the cases that inputs.py writes.
 PADDED_CASE, SWAPPED_CASE = "batch", "swapped"
 SINGLE_CASES = ("image", "other image")
-# For logits (largest difference), losses, and gradients (norm of the difference, relative to the
-# norm). In fp32 the two models add in different orders: 3e-5 was measured (docs/numerics.md). In
-# bf16 the published code's own logits are off by up to 0.25, and its loss is rounded to bf16.
+# Tolerances for logits (largest difference), losses, and gradients (norm of the difference,
+# relative to the norm). In fp32 the two models add in different orders: differences of 3e-5 were
+# measured (docs/numerics.md). In bf16 the published code's own logits are off by up to 0.25, and it
+# rounds the loss to bf16.
 COMPARE_TOLERANCES = {"fp32": (1e-3, 1e-4, 1e-3), "bf16": (0.5, 0.05, 0.15)}
 
 
@@ -76,8 +77,8 @@ def compare_outputs(
     """Compare all outputs of the two models.
 
     Args:
-        supervised: Number of supervised tokens of each case. They weight the losses of single
-            samples, whose mean is the loss of their batch.
+        supervised: Number of supervised tokens of each case. The loss of a batch is the mean of its
+            samples' losses, weighted by these numbers.
         precision: Key of ``COMPARE_TOLERANCES``.
     """
     pair = _OutputPair(original, ours, supervised, *COMPARE_TOLERANCES[precision])
@@ -91,6 +92,8 @@ def compare_outputs(
 
 @dataclass(frozen=True)
 class _OutputPair:
+    """The outputs of both models. Each public method compares one quantity of a case."""
+
     original: ModelOutputs
     ours: ModelOutputs
     supervised: Mapping[str, int]
@@ -136,7 +139,7 @@ class _OutputPair:
         return self._within(case, "gradients", *texts, error, self.gradient_tolerance)
 
     def padded_batch(self) -> Iterator[Comparison]:
-        """Compare samples in a padded batch with the same samples alone, for each model."""
+        """Compare, for each model, samples in a padded batch with the same samples alone."""
         sample, note = "padded batch", "a sample has another result when a longer one is beside it"
         logits, loss = "logits, error to samples alone", "loss, error to samples alone"
         yield self._self_comparison(
@@ -176,7 +179,7 @@ class _OutputPair:
         tolerance: float,
         note: str,
     ) -> Comparison:
-        """Compare each model with itself: its batch with its single samples."""
+        """Compare each model with itself: the result of a batch with those of single samples."""
         texts, valid, notes = [], [], []
         for model in self.models:
             message = model.error(PADDED_CASE, result)
@@ -194,7 +197,7 @@ class _OutputPair:
         return max_or_nan((a - b).abs().max().item() for a, b in zip(alone, batch, strict=True))
 
     def _batch_loss_error(self, model: ModelOutputs) -> float:
-        """Compare the batch's loss with the mean over all supervised tokens of its samples."""
+        """Return the difference of the batch's loss from the mean over all supervised tokens."""
         counts = [self.supervised[case] for case in SINGLE_CASES]
         losses, batch = [model.loss(case) for case in SINGLE_CASES], model.loss(PADDED_CASE)
         if batch is None or None in losses:
@@ -224,7 +227,7 @@ class _OutputPair:
         )
 
     def _failure(self, case: str, result: str, sample: str, quantity: str) -> Comparison | None:
-        """Return the line of a result that one of the models failed to compute, else ``None``."""
+        """Return the report's line if a model failed to compute the result, else ``None``."""
         their_error, our_error = self.original.error(case, result), self.ours.error(case, result)
         if our_error is not None:
             original = "fails" if their_error else ""
@@ -244,25 +247,26 @@ class _OutputPair:
         difference: float,
         tolerance: float,
     ) -> Comparison:
-        # Written so that NaN is DIFFERENT.
+        # A comparison with NaN is false, so NaN is DIFFERENT.
         verdict: Verdict = SAME if difference <= tolerance else DIFFERENT
         note = f"difference {difference:.2g}, tolerance {tolerance:g}"
         return Comparison(sample, quantity, original, ours, verdict, note)
 
 
 def _verdict_by_validity(valid: list[bool]) -> Verdict:
-    """Return the verdict from whether (the original's, our) result is valid."""
+    """Return the verdict; ``valid`` tells whether the original's and our result are valid."""
     if all(valid):
         return SAME
     return ORIGINAL_WRONG if valid[1] else OURS_WRONG
 
 
 def max_or_nan(numbers: Iterable[float]) -> float:
-    """Return the maximum; NaN if there is one, which Python's ``max`` may ignore."""
+    """Return the maximum, or NaN if a number is NaN; Python's ``max`` may ignore NaN."""
     return torch.tensor([*numbers], dtype=torch.float64).max().item()
 
 
 def _span(logits: Tensor) -> str:
+    """Return the smallest and the largest logit, as text."""
     return f"{logits.min().item():.2f} to {logits.max().item():.2f}"
 
 

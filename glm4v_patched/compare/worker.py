@@ -1,8 +1,8 @@
 """Process that computes the cases with one of the two models.
 
-``python worker.py JOB.json``. For the published model it imports nothing of this package, and runs
-where the published code runs: Python 3.9 and transformers 4.44. It writes tensors as safetensors
-and results as JSON; pickles are avoided because the published code is not trusted.
+``python worker.py JOB.json``. For the published model, the process imports nothing of this package
+and runs where the published code runs: with Python 3.9 and transformers 4.44. It writes tensors as
+safetensors and results as JSON, not as pickles, because the published code is not trusted.
 """
 
 import json
@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-# Weights whose gradients are compared: an early and a late one of each submodule, to save memory.
+# Weights whose gradients are compared. To save memory, these are only an early and a late one of
+# each submodule.
 VISION_GRADIENTS = (
     "transformer.vision.transformer.layers.{last_vision_layer}.mlp.fc2.weight",
     "transformer.vision.conv.bias",
@@ -25,8 +26,8 @@ LANGUAGE_GRADIENTS = (
     "transformer.encoder.layers.{last_language_layer}.mlp.dense_4h_to_h.weight",
     "transformer.encoder.final_layernorm.weight",
 )
-# Logits are compared at the last positions, which are never padding: all logits of one sequence
-# would take half a GB.
+# Logits are compared at the last positions only, which are never padding, because all logits of one
+# sequence would take half a GB.
 NUM_LAST_POSITIONS = 8
 
 
@@ -117,7 +118,8 @@ def loss(model, inputs, case, tensors):
 
 
 def generate_greedily(model, prompt, num_tokens, results):
-    """Store ``num_tokens`` greedy tokens of ``generate``; if it fails, of cacheless decoding."""
+    """Store ``num_tokens`` greedy tokens of ``generate`` or, if that fails, of decoding without a
+    cache."""
     length = prompt["input_ids"].shape[1]
 
     def generate():

@@ -42,7 +42,7 @@ def finding_from_error(check: str, verdict: Literal["warning", "fails"], message
 
 
 def format_findings(findings: Sequence[Finding], seconds: float) -> str:
-    """Format findings as a table; those that fail come last, where they are read first.
+    """Format findings as a table. Failures come last, where a terminal's user sees them first.
 
     Args:
         seconds: How long the checks took.

@@ -23,12 +23,12 @@ from .findings import FAILS, OK, WARNING, Finding
 GB, GIB = 10**9, 2**30
 PUBLISHED_WEIGHTS = 28 * GB
 MAX_IDLE_GPU_MEMORY = 2 * GIB  # more than a desktop uses
-# Docker's default is 64 MB. NCCL uses about 10 MB for each pair of processes, and each data loader
-# worker keeps several images of 15 MB there.
+# Docker's default for /dev/shm is 64 MB. NCCL uses about 10 MB there for each pair of processes,
+# and each data loader worker keeps several images of 15 MB there.
 MIN_SHARED_MEMORY = GIB
 MIN_TEMPORARY_SPACE = GB
 MIN_OPEN_FILES = 4096
-# The first compute capability with bf16 in hardware that Triton's compiler supports.
+# The lowest compute capability that has bf16 in hardware and that Triton's compiler supports.
 AMPERE = (8, 0)
 
 

@@ -19,8 +19,8 @@ from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 DISTRIBUTION = "glm4v-patched"
-# Packages that require versions of each other; for a version outside of such a range, errors occur
-# far from the cause.
+# Packages that require versions of each other. A version that another package does not support
+# causes errors far from the cause.
 INTERDEPENDENT_PACKAGES = [
     "torch",
     "transformers",
@@ -83,7 +83,8 @@ def _check_requirement(requirement: Requirement) -> Finding:
         specifier.operator in (">=", "==", ">") and not specifier.contains(installed)
         for specifier in supported
     )
-    # Training refuses to start with untested versions of DeepSpeed, whose private names change.
+    # Training refuses to start with an untested DeepSpeed, because its private names change between
+    # versions.
     verdict: Any = FAILS if is_older or name == "deepspeed" else WARNING
     tested = str(supported) or "any version"
     return Finding(name, verdict, f"{installed} is installed, tested with {tested}", cure)

@@ -17,9 +17,9 @@ from ..models.base import ModelSource
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding_from_error
 
-# Errors of users, and those that loading a damaged tokenizer raises.
+# Exceptions that a user's mistake raises, and those that loading a damaged tokenizer raises.
 CHECK_ERRORS = (ValueError, OSError, KeyError, TypeError, ImportError)
-# Model and data can be checked in spite of problems with these.
+# If a recipe's only problems are with these options, its model and data can still be checked.
 MACHINE_OPTIONS = {"--device", "--processes", "engine"}
 MEMORY_CURE = (
     "use a smaller trainer.per_device_train_batch_size, shorter samples, more GPUs with "
@@ -33,7 +33,7 @@ def check_recipe(
     processes: int | None = None,
     device: Device = "cuda",
 ) -> list[Finding]:
-    """Return what the launcher would refuse, and what would fail only after the start.
+    """Return findings on what the launcher would refuse, and on what would fail after the start.
 
     All rows are read and all images decoded, as before a training.
 
@@ -78,7 +78,8 @@ def check_recipe(
     from ..finetune.plan import check_data, make_plan
     from ..finetune.summary import describe_data, describe_memory, describe_policies
 
-    # check_data prints the rows that are left out, which must not end up in the JSON of --json.
+    # check_data prints the rows that are left out. They go to stderr, because --json prints JSON to
+    # stdout.
     with errors_as_findings("data"), redirect_stdout(sys.stderr):
         checked = check_data(job)
         text = describe_data(checked, job.data.is_streamed)
@@ -97,7 +98,7 @@ def check_recipe(
 
 
 def _describe_implementations(base: ModelSource, options: EngineOptions) -> Iterator[Finding]:
-    """List the implementations of modules in training and inference, by a model on ``meta``."""
+    """Yield findings on a model's implementations in training and inference, without weights."""
     import torch
 
     from ..engine.implementations import (

@@ -30,14 +30,14 @@ def checkpoint_layers(
 ) -> None:
     """Set the policies of the vision tower's layers and of the language model's.
 
-    All policies give the same gradients. They act in training only, through the layers' own
-    checkpointing, so they work under ZeRO-3 and with compiled layers.
+    All policies give the same gradients. The layers themselves apply their policies, in training
+    only, so policies work under ZeRO-3 and with compiled layers.
 
     Args:
         tower, language: A name of :data:`activation_policies.POLICIES`, or "every N".
-        marks_every_operator: Mark each operator of a "full" layer as recomputed. Needed for
-            compiled layers in fp8: torch 2.11's compiler otherwise saves the products inside an
-            ``autograd.Function``.
+        marks_every_operator: Whether each operator of a "full" layer is marked as recomputed.
+            Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the products
+            inside an ``autograd.Function``.
 
     Raises:
         ValueError: There is no such policy.
@@ -62,9 +62,10 @@ def compile_layers(model: nn.Module) -> None:
     This fuses norms, rotary embeddings and activation functions into few kernels. Call it after
     the policies are set and adapters are in place.
 
-    Layers of one class share compiled code. The first sequence of a second length compiles them
-    once more, then for any length. Under ZeRO-3 the hooks that gather weights must stay outside
-    compiled code, so whole layers are gathered, and DeepSpeed does not replace ``F.linear``.
+    Layers of one class share compiled code. The first sequence of a second length makes torch
+    compile them once more, this time for any length. Under ZeRO-3, the hooks that gather weights
+    must stay outside compiled code. So ZeRO-3 gathers whole layers, and DeepSpeed must not replace
+    ``F.linear``.
     """
     for layer in checkpointed_layers(model):
         # Not layer.compile(), which would compile the layer's hooks, too.
@@ -73,7 +74,7 @@ def compile_layers(model: nn.Module) -> None:
 
 def _set_policy(layer: CheckpointedLayer, policy: Policy, marks_every_operator: bool) -> None:
     layer.gradient_checkpointing = policy.name != "none"
-    # Only LoRA's dropout uses random numbers: save the RNG state only if there is dropout.
+    # Only LoRA's dropout uses random numbers, so save the RNG state only if there is dropout.
     has_dropout = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
     policy_fn = None

@@ -12,18 +12,20 @@ from math import inf
 class LayerSizes:
     """Activations and work of one token in one layer.
 
-    Fields are numbers of channels in the dtype of the computation, or multiply-adds (``..._macs``).
+    A field ``..._macs`` is a number of multiply-adds. The other fields are numbers of channels, in
+    the dtype of the computation.
 
-    Narrow linear layers are those no wider than 1.25 times the layer: ``query_key_value`` (of the
-    language model), ``dense`` and ``dense_4h_to_h`` or ``fc2``. The others are wide.
+    A linear layer is narrow if it has at most 1.25 times as many output channels as the transformer
+    layer: ``query_key_value`` (of the language model), ``dense`` and ``dense_4h_to_h`` or ``fc2``.
+    The others are wide.
     """
 
     layer_input: float  # what a checkpoint saves
     attention_output: float
-    narrow_outputs: float
-    wide_outputs: float
+    narrow_outputs: float  # of narrow linear layers
+    wide_outputs: float  # of wide linear layers
     saved_by_autograd: float  # everything that backward needs without checkpointing
-    elementwise_macs: float
+    elementwise_macs: float  # multiply-adds that take as long as the element-wise operations
     wide_macs: float
     narrow_macs: float
     attention_macs: float

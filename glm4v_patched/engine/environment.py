@@ -15,8 +15,8 @@ REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 def python_module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module with this Python.
 
-    The new process imports nothing from the current folder, which may be somebody else's and
-    contain a ``numpy.py``.
+    The new process imports nothing from the current folder unless that is this repository: another
+    folder may belong to somebody else and contain a ``numpy.py``.
     """
     return [sys.executable, *([] if _is_at_root() else ["-P"]), "-m", module, *arguments]
 
@@ -52,7 +52,7 @@ def run_with_timeout(
 def exit_when_stdin_closes() -> None:
     """Exit this process when its standard input closes, that is, when its parent has died.
 
-    The process has its own session, so signals to the parent's process group do not reach it.
+    The process has its own session, so no signal to the parent's process group reaches it.
     """
 
     def wait_for_end() -> None:
@@ -88,10 +88,12 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
-        # Keeps ZeRO-3, which gathers weights of many sizes, from fragmenting the GPU's memory.
+        # ZeRO-3 gathers weights of many sizes; this setting keeps them from fragmenting the GPU's
+        # memory.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if not _is_at_root():
-        # Same as -P in python_module_command, for the processes that torch's launcher starts.
+        # Does what -P in python_module_command does, for the processes that torch's launcher
+        # starts.
         defaults["PYTHONSAFEPATH"] = "1"
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     return defaults | os.environ | cpu | {"PATH": path_with_interpreter()}
@@ -100,7 +102,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
 def single_process_environment(on_cpu: bool) -> dict[str, str]:
     """Return the environment of a single training process, without ZeRO.
 
-    The process sees one GPU, because on several the Trainer would use DataParallel.
+    The process sees only one GPU: with several, the Trainer would use DataParallel.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     one_gpu = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NVIDIA_SMI_TIMEOUT = 10
-"""Seconds; ``nvidia-smi`` takes one or two where the driver is not kept loaded."""
+"""Seconds that ``nvidia-smi`` may take; it takes one or two if the driver is not kept loaded."""
 MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 CUDA_ERROR_NO_DEVICE = 100
@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The visible GPUs; ``reason`` tells why there are none, and is empty otherwise."""
+    """The visible GPUs; ``reason`` tells why there are none, and is empty if there are some."""
 
     devices: tuple[Gpu, ...]
     reason: str = ""
@@ -54,7 +54,7 @@ class GpuMemoryUse:
 
 
 def find_gpus() -> Gpus:
-    """Return the GPUs that the CUDA driver shows, which applies ``CUDA_VISIBLE_DEVICES`` and MIG.
+    """Return the GPUs that the CUDA driver shows; it applies ``CUDA_VISIBLE_DEVICES`` and MIG.
 
     The query creates no CUDA context, so it uses no memory of the GPUs.
     """

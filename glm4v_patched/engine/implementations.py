@@ -5,9 +5,9 @@ An entry of :data:`IMPLEMENTATIONS` names a class of the model, an implementatio
 modules accordingly. :func:`explain_implementations` reports which implementation each module has,
 and why not a faster one.
 
-An implementation may compute what its submodules would compute. It must then not bypass hooks,
-adapters, quantized weights or other wrappers around such a submodule. These come and go while a
-model is in use, so :func:`find_blocker` looks for them in every call.
+An implementation may itself compute what its submodules would compute. This must not bypass a
+submodule's blockers: hooks, adapters, quantized weights and other wrappers. Blockers come and go
+while a model is in use, so :func:`find_blocker` looks for them in every call.
 """
 
 import gc
@@ -42,8 +42,9 @@ from .options import EngineOptions, trains_tower
 
 ModuleClasses = tuple[type[nn.Module], ...]
 ANY_CLASS: ModuleClasses = ()
-"""For submodules that are called as they are, and whose output is overwritten."""
+"""Accepts modules of every class: only hooks and a replaced ``forward`` are blockers then."""
 
+# The purposes of a :class:`ModelUsage`.
 TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
 
 
@@ -53,11 +54,12 @@ class ModelUsage:
 
     Attributes:
         purpose: :data:`TRAINING`, :data:`INFERENCE` or :data:`CUDA_GRAPHS`.
-        fp8: Linear layers multiply in fp8.
-        stores_fp8: Frozen weights are stored in fp8.
-        stores_transposed: These weights are stored transposed, too, for the backward pass.
-        has_fused_quantization: Layers are compiled, or kernels quantize their own outputs.
-        trains_tower: Gradients flow through the vision tower.
+        fp8: Whether linear layers multiply in fp8.
+        stores_fp8: Whether frozen weights are stored in fp8.
+        stores_transposed: Whether weights in fp8 are stored transposed, too, for the backward pass.
+        has_fused_quantization: Whether the kernel that computes a linear layer's input also
+            quantizes it, as in compiled layers and in inference.
+        trains_tower: Whether gradients flow through the vision tower.
     """
 
     purpose: str
@@ -101,7 +103,7 @@ class LocatedModule(NamedTuple):
 
     @property
     def layer_name(self) -> str:
-        """The module's own name, without that of a LoRA layer around it."""
+        """The module's own name, such as "fc1", also if a LoRA layer wraps the module."""
         return self.name.removesuffix(".base_layer").rpartition(".")[2]
 
 
@@ -110,14 +112,16 @@ class ImplementationEntry:
     """One implementation of the modules whose class is exactly ``replaces``.
 
     Attributes:
-        purposes: Usages for which it is considered.
+        purposes: Values of :attr:`ModelUsage.purpose` for which the entry is considered.
         condition: Returns why the implementation cannot be used for a module, or None.
         method: The method of ``replaces`` that it implements.
         backend: "cuda" or "hip"; entries of the other backend are ignored.
-        requires: Submodules that it computes itself, and their supported classes. While one of them
-            has a blocker, the module computes as published.
-        may_fuse: Submodules that it bypasses, or to which it passes fp8 or partial sums, while
-            they have no blocker, and their supported classes; "" is the module itself.
+        requires: Supported classes of each submodule that the implementation computes itself or
+            whose output it overwrites. While one of these submodules has a blocker, the module
+            computes as published: it runs the method of ``replaces``.
+        may_fuse: Supported classes of each submodule that the implementation may bypass, or to
+            which it may pass fp8 or partial sums, while the submodule has no blocker; "" is the
+            module itself.
         set_up: Called with each module after its class was changed.
     """
 
@@ -135,11 +139,11 @@ class ImplementationEntry:
 def find_blocker(
     module: Any, classes: ModuleClasses = ANY_CLASS, hooks_block: bool = True
 ) -> str | None:
-    """Return why no other module may compute in this one's place, or None.
+    """Return why no other module may compute what ``module`` computes, or None.
 
     Args:
-        classes: Supported classes, without their subclasses. Modules that have an implementation of
-            the table count as that implementation.
+        classes: Supported classes, without their subclasses. A module that has an implementation of
+            the table counts as that implementation.
         hooks_block: Whether hooks are a blocker; False for a module that will still be called.
     """
     module_class = type(module)
@@ -150,10 +154,13 @@ def find_blocker(
         return "its forward was replaced, as offloading does"
     if hooks_block and (module._forward_hooks or module._forward_pre_hooks):
         return "it has hooks"
-    # Packages that quantize the parameter itself keep torch's own class of the layer.
+    # Some packages quantize the parameter itself, and the layer stays an nn.Linear.
     if module_class is nn.Linear and classes and type(module.weight) is not nn.Parameter:
         return f"its weight is a {type(module.weight).__qualname__}"
     return None
+
+
+# Conditions of the entries below: each returns why an implementation cannot be used, or None.
 
 
 def _fp8_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
@@ -185,7 +192,8 @@ def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelU
 def _fused_gelu_blocker(_located: LocatedModule, usage: ModelUsage) -> str | None:
     if not usage.fp8:
         return "fp8 is off"
-    # fc1 and fc2 are not called, so ZeRO-3 must gather whole layers, as it does for compiled ones.
+    # FrozenTowerMLP does not call fc1 and fc2, so ZeRO-3 must gather the whole layer, as it does
+    # for a compiled layer.
     if not usage.has_fused_quantization:
         return "layers are not compiled"
     return "the tower is trained" if usage.trains_tower else None
@@ -218,7 +226,10 @@ def _block_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
 
 
 def _cuda_graph_blocker(located: LocatedModule, _usage: ModelUsage) -> str | None:
-    """Return a blocker inside a module: hooks would be called at the capture, not in replays."""
+    """Return the blocker of a module inside the located one, or None.
+
+    A replay of a CUDA graph would not call hooks.
+    """
     inner = [module for module in located.module.modules() if module is not located.module]
     reason = next((blocker for module in inner if (blocker := find_blocker(module))), None)
     return reason and f"a module in it: {reason}"
@@ -326,14 +337,14 @@ IMPLEMENTATIONS = (
 
 
 class Guarded:
-    """Namespace of the classes that :func:`_make_guarded_class` makes, where pickle finds them."""
+    """Namespace in which pickle finds the classes that :func:`_make_guarded_class` makes."""
 
 
 def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
     """Return a subclass of the implementation that looks for blockers in every call.
 
-    It computes as published while a required submodule has a blocker, and it has the methods
-    ``can_fuse`` and ``can_overwrite`` that implementations call.
+    The subclass computes as published while a submodule in ``entry.requires`` has a blocker. It has
+    the methods ``can_fuse`` and ``can_overwrite``, which implementations call.
     """
     if not entry.requires and not entry.may_fuse:
         return entry.implementation
@@ -366,6 +377,7 @@ def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
     return guarded
 
 
+# The guarded class of each implementation, and the implementation of each guarded class.
 GUARDED_CLASSES = {entry.implementation: _make_guarded_class(entry) for entry in IMPLEMENTATIONS}
 UNGUARDED_CLASSES: dict[type, type] = {
     guarded: implementation for implementation, guarded in GUARDED_CLASSES.items()
@@ -373,16 +385,16 @@ UNGUARDED_CLASSES: dict[type, type] = {
 
 
 def set_implementation(module: Any, implementation: type[nn.Module]) -> None:
-    """Change a module's class to an implementation of the table, whatever the entry's condition."""
+    """Change a module's class to an implementation of the table without checking its condition."""
     module.__class__ = GUARDED_CLASSES[implementation]
 
 
 def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
     """Give modules of a model the implementations of the table whose conditions hold.
 
-    Call it when adapters are in place and trained weights are selected, and before the model is
-    sharded or wrapped (DeepSpeed, DDP, FSDP2). Where frozen weights are stored in fp8, it also
-    quantizes them layer by layer, and under ZeRO-3 shards them again.
+    Call it when adapters are in place and trained weights are selected, and before DeepSpeed, DDP
+    or FSDP2 wraps the model. Frozen weights that are to be stored in fp8 are quantized here, one
+    layer at a time. If ZeRO-3 has sharded them, each is gathered, quantized and sharded again.
     """
     for entry in _entries_for_backend():
         for located in _locate_modules(model):
@@ -421,6 +433,7 @@ def _entry_blocker(
 
 
 def _locate_modules(model: nn.Module) -> Iterator[LocatedModule]:
+    """Yield every module of a model, with the transformer layer that contains it."""
     located = {
         id(module): LocatedModule(module, layer, name)
         for layer in checkpointed_layers(model)
@@ -436,8 +449,8 @@ class Explanation(NamedTuple):
     Attributes:
         module: The module's part and name, such as "tower fc1".
         implementation: None if the module computes as published.
-        reason: Why a faster implementation is not used, or not at the moment; None if none is
-            faster.
+        reason: Why a faster implementation is not used, or is not used in full at the moment; None
+            if the fastest one is.
     """
 
     module: str
@@ -446,7 +459,7 @@ class Explanation(NamedTuple):
 
 
 def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explanation]:
-    """Explain the implementation of each module for which the table has one for this usage."""
+    """Explain the implementation of each module for which the table has an entry for the usage."""
     explanations = []
     for located in _locate_modules(model):
         module_class = type(located.module)
@@ -489,7 +502,7 @@ def _current_blocker(entry: ImplementationEntry, module: Any) -> str | None:
 
 
 def summarize_explanations(explanations: Iterable[Explanation]) -> list[str]:
-    """Return a line for each implementation and reason, with the modules that have it."""
+    """Return a line for each implementation and reason, with the modules that have both."""
     lines: dict[str, list[str]] = {}
     for (module, implementation, reason), count in Counter(explanations).items():
         title = "as published" if implementation is None else implementation.__name__

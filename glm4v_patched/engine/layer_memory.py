@@ -22,12 +22,12 @@ from .options import (
 
 BF16, FP32 = 2, 4
 """Bytes of an element."""
-# Gradients alive in a layer's backward pass, in multiples of its widest activation: the gradients
-# of that activation and of the activation function's inputs; in fp8 without compilation, also the
-# fp32 gradient, scaled and unscaled.
+# Gradients that exist at once in a layer's backward pass, in multiples of the layer's widest
+# activation: the gradients of that activation and of the activation function's inputs. Fp8 without
+# compilation adds the gradient in fp32, once unscaled and once scaled.
 BACKWARD_CHANNELS, BACKWARD_CHANNELS_FP8 = 1.5, 3.5
-# Multiply-adds that a GPU does in the time in which it moves one channel of a token: 700 TFLOP/s
-# over 4 TB/s, which training reaches on an H200.
+# Multiply-adds that a GPU does in the time in which it moves one channel of a token: on an H200,
+# training reaches 700 TFLOP/s and 4 TB/s. Element-wise work is converted to multiply-adds by this.
 MACS_PER_MOVED_CHANNEL = 175
 
 
@@ -38,7 +38,7 @@ class Batch:
     Attributes:
         sequence_length: Positions of the longest sequence, with images expanded.
         processes: Processes of the step, each with a batch of this size.
-        accumulates: Gradients of earlier micro-batches exist while this one is computed.
+        accumulates: Whether gradients of earlier micro-batches exist while this one is computed.
     """
 
     num_sequences: int
@@ -72,7 +72,10 @@ def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int
 
 
 def uses_autocast(options: EngineOptions) -> bool:
-    """Return whether autocast computes in bf16 with trained weights in fp32: bf16 without ZeRO."""
+    """Return whether training runs under autocast, with trained weights in fp32.
+
+    Training in bf16 without ZeRO runs under autocast.
+    """
     return options.zero_stage == 0 and options.precision == "bf16"
 
 
@@ -119,8 +122,10 @@ class LayerStack:
 def stacks_with_backward(
     config: ChatGLMConfig, options: EngineOptions, batch: Batch
 ) -> list[LayerStack]:
-    """Return the stacks that have a backward pass: the language model's, and before it the tower's
-    if gradients flow through the tower."""
+    """Return the stacks that have a backward pass.
+
+    The last is the language model's. The tower's precedes it if gradients flow through the tower.
+    """
     tower_tokens = batch.num_sequences * batch.images_per_sequence * config.vision.num_positions
     tower_policies = policies_of_layers(options.tower, config.vision.num_hidden_layers)
     block_policies = policies_of_layers(options.language, config.num_layers)
@@ -139,8 +144,8 @@ def stacks_with_backward(
 def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
     """Return whether autograd saves the input of a linear layer.
 
-    Autograd needs the input for the gradient of the weight or adapter. DeepSpeed's ``F.linear``,
-    which fp8 layers do not call, always saves it.
+    Autograd needs the input for the gradient of a trained weight or adapter. DeepSpeed's version of
+    ``F.linear`` always saves the input; layers in fp8 do not call this function.
 
     Args:
         part: One of :data:`options.MODEL_PARTS`.
@@ -162,7 +167,7 @@ def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     """Return the sizes of a tower layer.
 
-    Under autocast the inputs of its norms, and the residual stream, are fp32.
+    Under autocast, the inputs of the layer's norms and the residual stream are fp32.
     """
     hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
     norm_factor = 1 if options.compile else norm_dtype_factor(options)
@@ -194,8 +199,8 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
         options.trained
     )
     residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
-    # Inputs of both norms, outputs of attention and of query_key_value (v is a view of it), and in
-    # the MLP the output of the first layer and the input of the second.
+    # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (v is
+    # a view of the latter), and in the MLP the first layer's output and the second layer's input.
     saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden
@@ -216,7 +221,7 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
     )
     if options.trained != "qlora":
         return sizes
-    # Selective policies do not recognize 4-bit linear layers: all act as "attention".
+    # Selective policies do not recognize 4-bit linear layers, so each acts as "attention" does.
     recomputed = POLICIES["attention"].recomputed_macs(sizes)
     return replace(
         sizes,

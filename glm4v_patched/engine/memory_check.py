@@ -1,4 +1,4 @@
-"""Refuse a training that surely does not fit into memory; one that may fit is tried."""
+"""Refuse a training that surely does not fit into memory. A training that may fit is tried."""
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import format_bytes

@@ -46,15 +46,16 @@ POLICY_CANDIDATES = (
     "attention",
     "full",
 )
-# Candidates for stage3_max_live_parameters where not all weights can stay gathered: some layers,
-# and just enough to prefetch.
+# Candidates for stage3_max_live_parameters where not all weights can stay gathered: the first keeps
+# some layers gathered, the second just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-PREFETCHED_PARAMETERS = 2e8  # deepspeed_config's prefetch bucket; as many again are in release
+# Weights that deepspeed_config() prefetches; as many again are being released at the same time.
+PREFETCHED_PARAMETERS = 2e8
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
 # Share of memory that the allocator cannot use: fragmentation, and blocks freed by gathers.
 ALLOCATOR_OVERHEAD = 0.05
-# LoRA adapters smaller than this share of all weights are below the error of the estimate.
+# LoRA adapters smaller than this share of all weights count as 0: the estimate's error is larger.
 MIN_ADAPTER_FRACTION = 0.001
 # Logit and its gradient in bf16, log-softmax and its gradient in fp32.
 BYTES_PER_LOGIT = 2 * BF16 + 2 * FP32
@@ -95,8 +96,9 @@ def decide_options(
 ) -> EngineOptions:
     """Replace each "auto" by the fastest setting whose estimate fits into free memory.
 
-    The fastest recomputes least, then transposes least, then gathers least. If nothing fits, all is
-    recomputed: the estimate may be wrong, and running out of memory is no worse than a refusal.
+    The fastest setting recomputes least. Among equals, it stores fp8 weights transposed, and then
+    keeps the most weights gathered. If nothing fits, the chosen setting recomputes everything: the
+    estimate may be wrong, and running out of memory is no worse than a refusal.
 
     Args:
         free: Bytes of each GPU (:func:`min_free_gpu_memory`); 0 without one.
@@ -126,8 +128,9 @@ def decide_options(
     peaks = {candidate: estimate_peak_bytes(config, candidate, batch) for candidate in candidates}
     fitting = [candidate for candidate in candidates if peaks[candidate] <= usable]
     if not fitting:
-        # Recompute everything. On a CPU, where nothing fits, the smallest estimate need not mean
-        # that: the estimates of a small model are too close to each other.
+        # Recompute everything, and only then prefer the smallest estimate. On a CPU nothing fits,
+        # and a small model's smallest estimate need not be that of a setting that recomputes
+        # everything.
         return min(
             reversed(candidates),
             key=lambda candidate: (
@@ -144,12 +147,13 @@ def decide_options(
 
 
 def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
+    """Yield the options with every combination of candidates for what is not decided."""
     tower_candidates = POLICY_CANDIDATES if trains_tower(options.trained) else ("full",)
     live_candidates: tuple[float, ...] = (1e9,)
     if options.compile:
-        # First the weights that a step needs again. If only the language model has a backward pass,
-        # DeepSpeed counts from its first layer on; a larger number would keep the frozen tower
-        # gathered, too, until the step ends.
+        # The first candidate is the number of weights that a step needs again. If only the language
+        # model has a backward pass, DeepSpeed counts live weights from that model's first layer on;
+        # a larger number would keep the frozen tower gathered, too, until the step ends.
         lm_params = float(count_parameters(config)[1])
         needed_again = ALL_WEIGHTS if trains_tower(options.trained) else lm_params
         live_candidates = (needed_again, *PARTIAL_LIVE_PARAMETERS)
@@ -186,7 +190,8 @@ def estimate_peak_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Ba
 
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
-    """Return the weights of the vision part (tower and projector), and of the language model."""
+    """Return the numbers of weights of the vision part (tower and projector) and of the language
+    model."""
     vision, hidden = config.vision, config.hidden_size
     tower, language = linear_layer_shapes(config)
     tower_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
@@ -199,14 +204,14 @@ def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
 
 
 def count_projection(config: ChatGLMConfig) -> int:
-    """Return the weights of the projector, which the vision part includes."""
+    """Return the number of weights of the projector, which the vision part includes."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     # The last term: biases and vectors.
     return hidden * (4 * config.vision.hidden_size + hidden + 3 * ffn) + 5 * hidden
 
 
 def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
-    """Return the weights of LoRA adapters."""
+    """Return the number of weights of all LoRA adapters."""
     if not is_lora(options.trained):
         return 0
     tower, language = linear_layer_shapes(config)
@@ -276,7 +281,7 @@ def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
 
 
 def count_fp8_weights(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Return the weights that are stored in fp8, of the tower and of the language model."""
+    """Return how many weights of the tower and of the language model are stored in fp8."""
     if not options.stores_fp8:
         return 0, 0
     tower, language = linear_layer_shapes(config)
@@ -288,7 +293,7 @@ def count_fp8_weights(config: ChatGLMConfig, options: EngineOptions) -> tuple[in
 
 
 def _fp8_savings_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the bytes by which weights stored in fp8 are smaller than in bf16."""
+    """Return how many bytes fp8 storage, with its transposed copies, saves compared to bf16."""
     tower_params, lm_params = count_fp8_weights(config, options)
     transposed = lm_params + (tower_params if trains_tower(options.trained) else 0)
     return (BF16 - 1) * (tower_params + lm_params) - options.stores_transposed * transposed
@@ -307,10 +312,11 @@ def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
 def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that forward saves for backward.
 
-    They are the activations of the layers, of the projector and before the final norm, and the
-    weights that autograd saves.
+    They are the activations of the layers and of the projector, the input of the final norm, and
+    the weights that autograd saves.
     """
     layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
+    # Elements saved outside the layers: the final norm's input and, below, the projector's.
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
     if trains_vision(options.trained):
         images = batch.num_sequences * batch.images_per_sequence * config.vision.num_image_tokens
@@ -320,7 +326,7 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
 
 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the channels per image token that the projector saves; it is never checkpointed."""
+    """Return the channels per image token that the projector, never checkpointed, saves."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
     return 2 * hidden * norm_dtype_factor(options) + 3 * ffn + inputs
@@ -330,7 +336,7 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
     """Return the elements of linear layers' weights that autograd saves beside the model's own.
 
     They are autocast's copies of weights that are trained in fp32 and, under ZeRO-3, weights
-    gathered for layers that are neither compiled nor checkpointed. fp8 saves none.
+    gathered for layers that are neither compiled nor checkpointed. Products in fp8 save none.
     """
     is_gathered = options.zero_stage == 3 and options.gathers_whole_layers and not options.compile
     elements = 0
@@ -360,7 +366,8 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
 def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that a step needs temporarily, beside saved activations.
 
-    They are gathered weights, and the larger of the logits and a layer's backward pass.
+    They are the gathered weights, plus the larger of two: the logits, or what the backward pass of
+    a layer needs.
     """
     gathered = 0.0
     if options.zero_stage == 3:

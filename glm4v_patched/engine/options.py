@@ -11,13 +11,13 @@ from .activation_policies import EVERY_N, POLICIES
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """Choices of trained weights.
 
-full: all weights; lm: all except those of the vision tower and its projector; lora_lm: LoRA on the
-language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
+full: all weights; lm: the language model's, without vision tower and projector; lora_lm: LoRA on
+the language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
 """
 
 MODEL_PARTS = ("tower", "projector", "language_model")
-"""Parts of the model: the vision tower's layers and embeddings; the projector of its output; the
-rest. ``trained`` may also be some of them, as "tower+projector"."""
+"""Parts of the model. tower: the vision tower's layers and embeddings; projector: all else of the
+vision part; language_model: the rest. ``trained`` may also name some, as "tower+projector"."""
 
 Precision = Literal["bf16", "fp32"]
 """Dtype of the computation and of saved weights."""
@@ -198,14 +198,15 @@ class EngineOptions(EngineSection):
 
     Attributes:
         trained: One of :data:`TRAINED`, or :data:`MODEL_PARTS` joined by "+".
-        store_transposed: Also store fp8 weights transposed, so that the backward pass need not
-            transpose them each time. It has no effect on sharded weights; ``decide_options`` may
-            turn it off to save memory.
+        store_transposed: Whether fp8 weights are also stored transposed, so that the backward pass
+            need not transpose them each time. The option has no effect on sharded weights, and
+            ``decide_options`` may turn it off to save memory.
         attn_implementation: As in transformers; None for the default of transformers.
-        stage3_max_live_parameters: DeepSpeed's setting: how many weights may stay gathered from a
-            layer's forward to its backward.
+        stage3_max_live_parameters: DeepSpeed's limit of the number of weights that stay gathered
+            from a layer's forward to its backward.
         skip_logits: Compute the loss from supervised positions only, in chunks.
-        loss_chunk_size: Positions in such a chunk; None for the default of the model's config.
+        loss_chunk_size: Positions in a chunk of the loss; None for the default of the model's
+            config.
     """
 
     trained: str = "full"
@@ -230,9 +231,10 @@ class EngineOptions(EngineSection):
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether frozen weights are stored in fp8: under LoRA, where they are not saved.
+        """Whether frozen weights are stored in fp8: under LoRA, which does not save them.
 
-        With hpZ they are not: DeepSpeed gathers hpZ's second copies in one dtype at a time.
+        With hpZ (second copies of the shards within a machine), they are not stored in fp8, because
+        DeepSpeed gathers these copies in one dtype at a time.
         """
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
@@ -250,8 +252,9 @@ class EngineOptions(EngineSection):
     def gathers_whole_layers(self) -> bool:
         """Whether ZeRO-3 must gather each layer as a whole, not its submodules one by one.
 
-        Compiled layers need this, fp8 weights beside bf16 biases, and selective checkpointing,
-        which fails if the recomputation runs a collective that forward did not run.
+        Three options need this: compiled layers; weights stored in fp8, whose biases are in bf16;
+        and selective checkpointing, which fails if the recomputation runs a collective that forward
+        did not run.
         """
         policies = [POLICIES.get(name) for name in (self.tower, self.language)]
         is_selective = any(policy and policy.max_saved_width is not None for policy in policies)

@@ -1,4 +1,4 @@
-"""Build a model that is ready to train; no other module does."""
+"""Build a model and prepare it for training. No other module prepares a model."""
 
 import os
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def prepare_model(
     transformers, which then loads weights directly into shards.
 
     Args:
-        options: Decided by :func:`memory_plan.decide_options`.
+        options: Options that :func:`memory_plan.decide_options` has decided.
         build: Called with ``dtype`` and other keywords of ``from_pretrained``; returns the model.
         adapters: Folder of peft adapters to train further, instead of new ones.
     """
@@ -71,8 +71,8 @@ def prepare_model(
     if options.zero_stage == 0:
         upcast_trained(model)
     use_implementations(model, ModelUsage.training(options))
-    # Only now: before they were quantized, the weights may have exceeded the limit, as bench builds
-    # its random model on the GPU.
+    # Only now: the weights may have exceeded the limit until they were quantized, because bench
+    # builds its random model on the GPU.
     _limit_memory(options)
     is_compiled_fp8 = options.fp8 and options.compile is True
     checkpoint_layers(
@@ -86,7 +86,7 @@ def prepare_model(
 
 
 def _limit_memory(options: EngineOptions) -> None:
-    """Apply ``memory_limit`` to torch's allocator; the driver and NCCL need more beside it."""
+    """Apply ``memory_limit`` to torch's allocator. Memory of the driver and NCCL is not limited."""
     if options.memory_limit is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
         fraction = options.memory_limit * GIB / torch.cuda.mem_get_info()[1]

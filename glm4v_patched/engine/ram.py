@@ -7,8 +7,8 @@ from pathlib import Path
 def free_ram() -> float:
     """Return the bytes that processes can allocate before the kernel kills some.
 
-    That is the free memory, within the limits of this process's control groups, which containers
-    set.
+    That is the machine's free memory, or less if a limit of this process's control groups (set by
+    containers) leaves less.
     """
     limits = [1024.0 * _read_number("MemAvailable:", Path("/proc/meminfo").read_text())]
     for line in Path("/proc/self/cgroup").read_text().splitlines():

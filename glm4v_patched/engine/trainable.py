@@ -15,7 +15,7 @@ from .options import LoraOptions, check_trained, is_lora, part_of_parameter, tra
 
 DEFAULT_LORA = LoraOptions()
 
-# LLM.int8 computes in 16 bits the columns of activations that have an element above this.
+# Columns of activations with an element above this threshold are computed in 16 bits by LLM.int8.
 INT8_OUTLIER_THRESHOLD = 6.0
 
 
@@ -51,8 +51,8 @@ def select_weights(
         target_modules=rf".*{layers_pattern}\..*\.({'|'.join(lora.target_names)})",
         task_type="CAUSAL_LM",
     )
-    # Adapters have the dtype of the weights: ZeRO keeps fp32 copies, and DeepSpeed before 0.19.3
-    # cannot gather two dtypes at once.
+    # Adapters have the dtype of the weights: ZeRO keeps fp32 copies anyway, and DeepSpeed before
+    # 0.19.3 cannot gather two dtypes at once.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -60,8 +60,8 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
     """Add peft's adapters from a folder to their base model, to train them further.
 
     Args:
-        model: glm-4v, or peft's model around it, which then has these adapters beside its own.
-        name: peft's name for the adapters; without a dot.
+        model: glm-4v, or peft's model around it, which keeps its earlier adapters.
+        name: peft's name for the adapters; it must not contain a dot.
 
     Raises:
         ValueError: peft cannot read the settings, or the tensors do not fit the model.
@@ -70,7 +70,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
 
     try:
         PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # peft raises any kind for settings of another release
+    except Exception as error:  # peft may raise any class for the settings of another release
         raise ValueError(
             f"{folder / 'adapter_config.json'} cannot be read by peft {__version__}: {error}; "
             "expected the settings that it writes"
@@ -84,7 +84,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
             adapted = model
         else:
             adapted = PeftModel.from_pretrained(model, folder, name, is_trainable=True, **options)
-    # A file from elsewhere may name a class and its module; peft would save them again.
+    # Settings from elsewhere may name a class and its module, which peft would save again.
     adapted.peft_config[name].auto_mapping = None
     # peft only warns of missing tensors, and leaves them at their initial values.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
@@ -103,7 +103,7 @@ def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default
 def upcast_trained(model: nn.Module) -> None:
     """Convert trained weights to fp32, for training in bf16 under autocast without ZeRO.
 
-    ZeRO keeps fp32 copies; without any, most updates would be lost to bf16's rounding.
+    ZeRO keeps fp32 copies of its own. Without fp32, bf16's rounding would lose most updates.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -157,7 +157,7 @@ def quantize_linear_layers(
         bits: 4 (NF4, doubly quantized) or 8 (LLM.int8).
     """
     for layers in (model.transformer.encoder, model.transformer.vision.transformer):
-        # By name: a list of modules would keep the old weights alive until the loop ends.
+        # A list of names: a list of modules would keep the old weights alive until the loop ends.
         names = [name for name, module in layers.named_modules() if type(module) is nn.Linear]
         for name in names:
             quantized = _make_quantized(layers.get_submodule(name), bits)
@@ -182,7 +182,7 @@ def _make_quantized(linear: Any, bits: int) -> nn.Module:
         quantized = Linear8bitLt(
             *sizes, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
         )
-        # Weights are quantized only if they are moved from the CPU.
+        # bitsandbytes quantizes these weights only when they are moved from the CPU.
         quantized.weight = Int8Params(weight.cpu(), requires_grad=False)
     quantized.bias = linear.bias
     return quantized

@@ -28,14 +28,15 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
         # Number of weights whose gradients an update converts to fp32 together. A checkpoint is
-        # loaded in such groups, so they must not depend on policies, which a resumed run may
-        # change.
+        # loaded in groups of this size, so the size must not depend on policies, which a resumed
+        # run may change.
         "sub_group_size": 5e8,
     }
     if options.gathers_whole_layers:
         zero |= {
             "contiguous_gradients": False,  # saves a buffer, and a copy of each gradient
-            # Shard all weights: each one that stayed gathered would cost a gather after every step.
+            # Shard small weights, too: each weight that is kept gathered costs a gather after every
+            # step.
             "stage3_param_persistence_threshold": 0,
             # Use torch's own F.linear: DeepSpeed's reads the id of every weight, so each layer
             # would be compiled separately.
@@ -49,14 +50,15 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
-        # The optimizer is torch's own AdamW: DeepSpeed would compile its own first.
+        # The optimizer is torch's AdamW. DeepSpeed's own would have to be compiled first.
         "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
     if options.offload:
-        # Not pinned: torch rounds pinned blocks up to powers of two, which may need a third more.
+        # Not pinned: torch rounds pinned blocks up to powers of two, which may take a third more
+        # memory.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config["zero_force_ds_cpu_optimizer"] = False
     return config
@@ -84,7 +86,7 @@ def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool)
             "engine.zero_quantized_weights and engine.zero_quantized_gradients need GPUs; "
             "expected false on a CPU"
         )
-    # Where torch looks for CUDA's compiler.
+    # The folders in which torch looks for CUDA's compiler.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if not (shutil.which("nvcc") or os.path.isfile(os.path.join(home, "bin", "nvcc"))):
         raise ValueError(

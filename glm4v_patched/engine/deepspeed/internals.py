@@ -1,9 +1,9 @@
 """Every private name of DeepSpeed that this package uses.
 
-Each name is checked where it is used: if DeepSpeed lacks it, an error names the version and the
-cure, because training without it would be slower, or wrong. ``remote/``, which must not import this
-package, uses the weights' ``ds_status``, ``ds_active_sub_modules`` and ``ds_id``, the modules'
-``ds_id`` and, since 0.19.3, the modules' ``ds_recompute_parameters``.
+Each name is checked where it is used. If DeepSpeed lacks the name, an error tells the version and
+the cure, because training without the name would be slower, or wrong. ``remote/``, which must not
+import this package, itself uses the weights' ``ds_status``, ``ds_active_sub_modules`` and
+``ds_id``, the modules' ``ds_id`` and, since DeepSpeed 0.19.3, their ``ds_recompute_parameters``.
 """
 
 import importlib
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from ...terminal_text import pip_install
 from .config import SUPPORTED_DEEPSPEED
 
+# The enum of a sharded weight's states: gathered, not gathered, being gathered.
 ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus"
 CHECKPOINT_ENGINE = (
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
-# The context that shards new weights, and its method that gathers them to load and save them.
+# The context that shards new weights, and its method that gathers weights to load and save them.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 LOADING_GATHER = "_allgather_params_coalesced"
-# The three DeepSpeed classes of which DeepSpeed's files in a checkpoint contain objects.
+# The classes of DeepSpeed's own objects in a checkpoint's files.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
@@ -97,10 +98,11 @@ def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any])
 
 @contextmanager
 def skip_collectives_compilation() -> Iterator[None]:
-    """Keep DeepSpeed from compiling its CPU collectives in this context, which takes a minute.
+    """Return a context in which DeepSpeed skips compiling its CPU collectives (about a minute).
 
-    Only ``inference_all_reduce`` uses them; training uses gloo in any case. Once compiled, they
-    leave 67 MB of shared memory behind for each process, and for a killed process a lock.
+    Only ``inference_all_reduce`` uses these collectives; training uses gloo in any case. Once
+    compiled, they leave 67 MB of shared memory behind for each process, and for a killed process
+    also a lock.
     """
     if torch.cuda.is_available():
         yield
@@ -135,7 +137,9 @@ def is_sharded(weight: Tensor) -> bool:
 
 
 def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Gather a weight inside the context if ZeRO-3 has sharded it. All processes must enter.
+    """Return a context in which a weight that ZeRO-3 has sharded is gathered.
+
+    All processes must enter the context.
 
     Args:
         modifier_rank: Rank whose changes to the weight all processes get; None if no rank writes.
@@ -148,7 +152,7 @@ def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> Abstrac
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    """Return this process's shard of a weight, with padding; the weight if it is not sharded."""
+    """Return this process's shard of a weight, with its padding, or an unsharded weight itself."""
     return get_deepspeed_attribute(weight, "ds_tensor") if is_sharded(weight) else weight
 
 

@@ -1,12 +1,13 @@
 """Changes to ZeRO-3; ``docs/benchmarks`` has the gain of each.
 
-- Each layer is gathered at once, in one launch, and NCCL writes every weight directly to its place.
-  DeepSpeed gathers into one buffer and copies each weight out of it, which takes twice the layer's
-  memory, and bandwidth that concurrent computation needs.
-- The gradient norm reads each gradient once, in place. DeepSpeed copies all gradients to fp64.
-- Gradients stay on the GPU until the update, also if the optimizer is on the CPU. DeepSpeed would
-  keep bf16 gradients on the CPU beside the fp32 ones: 28 GB of RAM for all weights of the real
-  model. With gradient accumulation, each micro-batch would copy them to the GPU and back.
+- Each layer is gathered in one launch, and NCCL writes every weight directly to its place.
+  Unchanged, DeepSpeed gathers into one buffer and copies each weight out of it. The copies take
+  twice the layer's memory, and memory bandwidth that concurrent computation needs.
+- The gradient norm reads each gradient once, in place. Unchanged, DeepSpeed copies all gradients to
+  fp64.
+- Gradients stay on the GPU until the update, also if the optimizer is on the CPU. Unchanged,
+  DeepSpeed keeps bf16 gradients on the CPU beside the fp32 ones: 28 GB of RAM for all weights of
+  the real model. With gradient accumulation, each micro-batch copies them to the GPU and back.
 - The CPU does not run far ahead of the GPU. DeepSpeed releases a gathered layer when the CPU has
   queued the layer's work, but the memory is free only when the GPU has done that work: if the CPU
   is twenty layers ahead, twenty gathered layers are in memory.
@@ -26,7 +27,9 @@ from ..activation_checkpointing import checkpointed_layers
 from ..options import EngineOptions
 from . import internals
 
+# The first release that gathers correctly under gloo: see serialize_gloo_gathers().
 FIRST_FIXED_DEEPSPEED = Version("0.19.8")
+# The method of torch's process groups that gathers several tensors in one launch.
 COALESCED_GATHER = "allgather_into_tensor_coalesced"
 MAX_LAYERS_IN_FLIGHT = 3
 """Layers that the CPU may be ahead of the GPU. Without this limit, training would be 2 % faster and
@@ -37,9 +40,9 @@ take 6 % more memory (docs/benchmarks)."""
 def serialize_gloo_gathers() -> None:
     """Make DeepSpeed before 0.19.8 gather sharded weights one at a time under gloo.
 
-    Unpatched, it gathers several weights at once and waits only for the last (fixed by PR 8539).
-    gloo's threads finish gathers in any order, so some weights would be loaded, and saved, as
-    random numbers. NCCL keeps the order.
+    Unpatched, DeepSpeed starts the gathers of several weights and waits only for the last gather
+    (its PR 8539 fixes this). gloo's threads finish gathers in any order, so some weights would be
+    loaded, and saved, as random numbers. NCCL keeps the order.
     """
     if torch.cuda.is_available() or Version(version("deepspeed")) >= FIRST_FIXED_DEEPSPEED:
         return
@@ -61,11 +64,11 @@ def serialize_gloo_gathers() -> None:
 def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     """Apply this module's changes; call it before ``deepspeed.initialize``.
 
-    Most of them take effect in the first forward pass.
+    Most changes take effect in the first forward pass.
 
     Raises:
-        RuntimeError: torch has no coalesced gather. Raised in the first forward pass if DeepSpeed
-            lacks a replaced attribute.
+        RuntimeError: torch has no coalesced gather. The first forward pass raises it, too, if
+            DeepSpeed lacks an attribute that is to be replaced.
     """
     gathers_layers = options.gathers_whole_layers
     if gathers_layers and not hasattr(distributed.ProcessGroup, COALESCED_GATHER):
@@ -125,7 +128,8 @@ class _Gather:
         self.works, self.parameters = works, parameters
 
     def wait(self, **_: Any) -> None:
-        # Only the first call acts: more follow, when some parameters may be released again.
+        # Only the first call acts. DeepSpeed also calls it later, when it may have released some
+        # of the parameters again.
         for work in self.works:
             work.wait()
         status = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS)
@@ -141,7 +145,7 @@ def gather_in_place(gather: Callable) -> Callable:
     def gather_without_copies(
         parameters: Iterable[Any], quantize: bool = False, **options: Any
     ) -> Any:
-        # All processes need the same order, and the coordinator passes a set.
+        # All processes must gather in the same order, and DeepSpeed's coordinator passes a set.
         parameters = sorted(parameters, key=lambda parameter: parameter.ds_id)
         if quantize or options or not _are_uniformly_sharded(parameters):
             return gather(parameters, quantize=quantize, **options)
@@ -161,8 +165,8 @@ def gather_in_place(gather: Callable) -> Callable:
 
 def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
     """Start gathering ``(output, shard)`` pairs; return the works to wait for."""
-    # On a CPU one gather for each pair: in torch 2.13, several coalesced gathers of gloo in flight
-    # corrupt the heap, and a process dies after some thousands of them.
+    # On a CPU, start one gather for each pair: in torch 2.13, several coalesced gathers of gloo in
+    # flight corrupt the heap, and a process dies after some thousands of gathers.
     if not pairs[0][0].is_cuda:
         gather = distributed.all_gather_into_tensor
         return [gather(output, shard, group=group, async_op=True) for output, shard in pairs]
@@ -171,10 +175,12 @@ def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
 
 
 def _are_uniformly_sharded(parameters: list[Any]) -> bool:
-    """Return whether all are sharded over one process group, on their device, in one dtype or fp8.
+    """Return whether :func:`gather_in_place` can gather these parameters together.
 
-    DeepSpeed gathers all others: offloaded or quantized weights, secondary shards (hpZ), shards on
-    some of the processes (MiCS, ``comm``), gathers in another dtype (autocast, ``comm_dtype``).
+    They must be sharded over one process group of several processes, and each shard must have its
+    parameter's device and dtype. Beside fp8, there may be one dtype. DeepSpeed itself gathers all
+    others: offloaded or quantized weights, secondary shards (hpZ), shards on some of the processes
+    (MiCS, ``comm``), and gathers in another dtype (autocast, ``comm_dtype``).
     """
     if not parameters:
         return False
@@ -196,11 +202,11 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
 
 
 def norm_in_place(norm: Callable) -> Callable:
-    """Wrap ZeRO-3's ``get_grad_norm_direct`` so that it gets the gradients' norm in their place.
+    """Wrap ZeRO-3's ``get_grad_norm_direct``: pass it the norm of the gradients instead of them.
 
     The norm of one number is that number, so all else that DeepSpeed computes (the sum over
-    processes, the meaning of an infinite norm) stays the same. A GPU sums in fp32, in blocks; norms
-    above 1.8e19 become infinite. A CPU, which adds one number after the other, sums in fp64.
+    processes, the meaning of an infinite norm) stays the same. A GPU sums the squares in fp32, in
+    blocks, so norms above 1.8e19 become infinite. A CPU adds one square after the other, in fp64.
     """
 
     def norm_without_copies(
@@ -211,15 +217,15 @@ def norm_in_place(norm: Callable) -> Callable:
             norms = torch._foreach_norm(gradients, 2, dtype=dtype)
             gradients, parameters = [torch.linalg.vector_norm(torch.stack(norms))], parameters[:1]
         total = norm(gradients, parameters, norm_type)
-        # DeepSpeed returns -1 for a norm that is not finite, and before 0.19 squares the -1 when it
-        # sums over groups: the norm would seem small, and nothing would be clipped.
+        # DeepSpeed returns -1 for a norm that is not finite. Before 0.19, DeepSpeed squares this -1
+        # when it sums over groups: the norm would seem small, and nothing would be clipped.
         return torch.where(total < 0, torch.inf, total)
 
     return norm_without_copies
 
 
 def _move_gradients_to(device: torch.device, optimizer: Any) -> None:
-    """Replace the optimizer's gradient buffer by zeros on a device, before it has gradients."""
+    """Replace the optimizer's gradient buffer, which is still empty, by zeros on a device."""
     views: dict[int, Tensor] = internals.get_deepspeed_attribute(
         optimizer, internals.GRADIENT_VIEWS
     )

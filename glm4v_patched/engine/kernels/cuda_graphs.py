@@ -1,7 +1,7 @@
 """CUDA graphs of a step of ``generate``, or of the vision tower: captured once, then replayed.
 
-Capturing takes as long as a few steps, compiling as long as thousands. A replay launches the same
-kernels as the step itself, so that no number changes.
+Capturing takes as long as a few steps; compiling would take as long as thousands. A replay launches
+the same kernels as the step itself, so that no number changes.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from ...remote.visual import EVA2CLIPModel
 class CudaGraphCallable:
     """Wraps a model or function whose calls are captured as a CUDA graph.
 
-    The first call runs eagerly, the second is captured, later ones replay the graph. A call whose
-    arguments differ in anything but the contents of tensors starts again with an eager run.
+    The first call runs eagerly, the second is captured, and later ones replay the graph. A call
+    whose arguments differ from the last call's in more than the contents of tensors is a first call
+    again.
 
     Replays write their outputs to the tensors that the captured call returned. A cache among the
     arguments must be updated in place, as ``StaticCache`` is.
@@ -43,7 +44,7 @@ class CudaGraphCallable:
             self._input_tensors[name].copy_(tensor)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            # "thread_local": other threads, which read images, may use CUDA meanwhile.
+            # "thread_local": the threads that read images may use CUDA during the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._output = self.model(**self._input_tensors, **others)
         self._graph.replay()
@@ -58,8 +59,11 @@ def _have_same_layout(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> 
 
 
 class GraphedTower(EVA2CLIPModel):
-    """Vision tower whose forward of one image is a CUDA graph: launching its kernels takes as long
-    as running them. After the capture the tower must not change, for example by new adapters."""
+    """Vision tower whose forward of one image is a CUDA graph.
+
+    Without a graph, launching the tower's kernels takes as long as running them. After the capture
+    the tower must not change, for example by new adapters.
+    """
 
     graph: CudaGraphCallable
 

@@ -1,8 +1,9 @@
 """FlashAttention-3's forward pass in a frozen vision tower.
 
-It needs a Hopper GPU and the package ``fa3-fwd`` (``pip install "glm4v-patched[fa3]"``). Unlike
-torch's kernels, it does not pad the tower's heads from 112 channels to 128, and it rounds no more
-than bf16 does. It has no backward pass, which a frozen tower does not need.
+FlashAttention-3 needs a Hopper GPU and the package ``fa3-fwd`` (``pip install
+"glm4v-patched[fa3]"``). Unlike torch's kernels, it does not pad the tower's heads from 112 channels
+to 128, and it rounds no more than bf16 does. The package has no backward pass, which a frozen tower
+does not need.
 """
 
 import functools
@@ -15,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...remote.visual import Attention
 from ...terminal_text import pip_install
+
+# Shapes: N images, T tower tokens, V hidden size of the tower, H heads, C channels of a head.
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)
@@ -69,7 +72,7 @@ def _flash_attention(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -
     return out[0] if isinstance(out, tuple) else out
 
 
-# torch.compile cannot trace the package's function; as a custom operator it is called as it is.
+# torch.compile cannot trace the package's function, but it calls a custom operator as it is.
 @torch.library.custom_op("glm4v_patched::flash_attention_3", mutates_args=(), device_types="cuda")
 def _flash_attention_op(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
     return _flash_attention(query_NTHC, key_NTHC, value_NTHC)

@@ -1,18 +1,20 @@
 """Linear layers whose matrix products run in fp8 (e4m3): twice as fast as bf16 on a Hopper GPU.
 
-Both operands of a product are quantized, with one fp32 scale per row of activations and per output
-channel of a weight. The output is bf16. With a weight ``W`` of shape ``[out, in]``:
+Both operands of a product are quantized: each row of activations and each output channel of a
+weight has one fp32 scale. The output is bf16. With a weight ``W`` of shape ``[out, in]``:
 
 - forward: input times ``W``, both in fp8;
 - gradient of the input: gradient times ``W``, both in fp8;
 - gradient of the weight: bf16, from operands that are not quantized.
 
-A weight that is trained or saved stays a bf16 (or fp32) parameter and is quantized in each forward
-(:class:`Fp8DynamicLinear`), under ZeRO-3 after it is gathered. A frozen weight under LoRA is stored
-in fp8 (:class:`Fp8StoredLinear`), which halves its memory and what ZeRO-3 gathers. Biases, norms,
-LoRA's factors, embeddings, the projector and the output layer are not quantized.
+A weight that is trained or saved stays a bf16 (or fp32) parameter, which is quantized in each call
+(:class:`Fp8DynamicLinear`), under ZeRO-3 after the weight is gathered. A frozen weight under LoRA
+is stored in fp8 (:class:`Fp8StoredLinear`), which halves its memory and the bytes that ZeRO-3
+gathers. Biases, norms, LoRA's factors, embeddings, the projector and the output layer are not
+quantized.
 
-Quantization is plain torch, so that torch.compile fuses it with the activation before it.
+In compiled code, quantization is plain torch, so that torch.compile fuses it with the activation
+before it; only GELU in a frozen tower has its own kernel. In eager mode, a Triton kernel quantizes.
 """
 
 from typing import Any
@@ -73,8 +75,8 @@ class StoredFp8MatmulFn(torch.autograd.Function):
         weight, scale, transposed = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        # This product sums over output channels, each of which has a scale: multiply the gradient
-        # by the scales, so that the e4m3 numbers of forward can be used unchanged.
+        # This product sums over output channels, each of which has its own scale. So the gradient
+        # is multiplied by the scales, and the weight's e4m3 numbers are used unchanged.
         quantized = quantize_rows(gradient.float() * scale.view(torch.float32).t())
         if transposed is None:
             transposed = _add_fake_dependency(weight, quantized[1]).t().contiguous()
@@ -84,16 +86,16 @@ class StoredFp8MatmulFn(torch.autograd.Function):
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch 2.11's compiler loses the gradient (takes it for zero) if the output of a Function is
-    # cast to the dtype that it has.
+    # If the output of a Function is cast to the dtype that it already has, torch 2.11's compiler
+    # takes the gradient for zero.
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def _add_fake_dependency(weight: Tensor, scale: Tensor) -> Tensor:
     """Return ``weight`` as a tensor that, for the compiler, depends on a gradient's ``scale``.
 
-    Otherwise the compiler would transpose or quantize the weight in forward and save the result for
-    backward, unless it knows that the weight is a parameter.
+    Without this, the compiler would transpose or quantize the weight in forward and save the result
+    for backward, unless it knows that the weight is a parameter.
     """
     if not torch.compiler.is_compiling() or not len(scale):
         return weight
@@ -129,9 +131,9 @@ class Fp8DynamicLinear(nn.Linear):
 class Fp8StoredLinear(nn.Linear):
     """Linear layer in fp8 whose frozen weight is stored in fp8.
 
-    ``weight`` ``(O, I)`` holds e4m3 as uint8 and ``weight_scale`` ``(O, 1)`` fp32 as int32: integer
-    dtypes, which ``model.to(dtype)`` leaves alone. Without gradients its input may also be an
-    :class:`fp8_matmul.Fp8Tensor`.
+    ``weight`` ``(O, I)`` holds e4m3 as uint8, and ``weight_scale`` ``(O, 1)`` holds fp32 as int32:
+    ``model.to(dtype)`` does not change integers. Without gradients, the layer's input may also be
+    an :class:`fp8_matmul.Fp8Tensor`.
     """
 
     weight_scale: Tensor
@@ -191,7 +193,8 @@ class Fp8StoredLinear(nn.Linear):
 
 
 class FrozenTowerMLP(MLP):
-    """MLP of a vision tower that receives no gradient; GELU quantizes the input of ``fc2``."""
+    """MLP of a vision tower that receives no gradient; GELU's kernel quantizes the input of
+    ``fc2``."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
         fc1: Any = self.fc1

@@ -8,9 +8,9 @@ from torch.nn.functional import gelu, pad
 
 from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
 
-# cuBLAS has no kernel for a small M with a large K (CUBLAS_STATUS_NOT_SUPPORTED). On Hopper, K of
-# 9,216 needs M of at least 257, and with K of 3,072, M of 127 works: issue 4582 of pytorch/ao.
-# 272 is 257 rounded up to a multiple of 16.
+# cuBLAS has no kernel for a small M with a large K (CUBLAS_STATUS_NOT_SUPPORTED). On Hopper, a K of
+# 9,216 needs an M of at least 257; with a K of 3,072, an M of 127 works (issue 4582 of pytorch/ao).
+# If K is above MAX_K_SMALL_M, M is padded to MIN_M_LARGE_K: 257 rounded up to a multiple of 16.
 MIN_M_LARGE_K, MAX_K_SMALL_M = 272, 3072
 
 
@@ -48,8 +48,8 @@ def quantize_rows(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
 
         return fp8_triton.activate_and_quantize_rows(x)
     amax = x.abs().amax(-1, keepdim=True).float().clamp(min=AMAX_FLOOR)
-    # Multiplying by the inverse is safe: its rounding is far below that of e4m3, so that nothing
-    # exceeds E4M3_MAX.
+    # Multiplying by the inverse scale is safe: its rounding error is far below that of e4m3, so no
+    # number exceeds E4M3_MAX.
     quantized = (x.float() * (E4M3_MAX / amax)).to(E4M3)
     return quantized.contiguous(), amax / E4M3_MAX
 
@@ -57,22 +57,22 @@ def quantize_rows(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
 def gelu_and_quantize_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``gelu(x + bias)`` and quantize each row, without a gradient.
 
-    For rows as wide as the tower's (15,360), torch.compile computes GELU twice: for the scale and
-    to quantize. The Triton kernel holds a whole row, and reads and writes it once.
+    For rows as wide as the tower's (15,360), torch.compile would compute GELU twice: once for the
+    scale, and once to quantize. The Triton kernel holds a whole row, and reads and writes it once.
 
     Args:
         x: ``(T, C)``, the output of a product without its bias.
         bias: ``(C,)``.
 
     Returns:
-        As :func:`quantize_rows`: ``(T, C)`` in e4m3 and ``(T, 1)`` in fp32.
+        Quantized rows ``(T, C)`` in e4m3, and their scales ``(T, 1)`` in fp32.
     """
     # In eager mode the dispatch of a custom operator would take longer than the kernel.
     use_kernel = x.is_cuda and not torch.compiler.is_compiling()
     return (_gelu_kernel if use_kernel else _gelu_op)(x, bias)
 
 
-# A custom operator, which torch.compile calls as it is.
+# torch.compile does not trace a custom operator; it calls it as it is.
 @torch.library.custom_op("glm4v_patched::gelu_and_quantize_rows", mutates_args=())
 def _gelu_op(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(gelu(x.float() + bias.float()))

@@ -1,4 +1,4 @@
-"""Kernels that quantize rows to fp8, optionally after GELU or SwiGLU, or only compute these two.
+"""Kernels that apply GELU or SwiGLU to rows, quantize rows to fp8, or do both.
 
 Importing this module needs Triton, which torch's GPU builds include.
 """
@@ -19,6 +19,7 @@ from .skinny_gemm_triton import kernel_args, load_row
 
 @triton.jit
 def _exp2(x):
+    """Return an approximation of ``2 ** x``, by one instruction."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -26,6 +27,7 @@ def _exp2(x):
 
 @triton.jit
 def _reciprocal(x):
+    """Return an approximation of ``1 / x``, by one instruction."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -35,10 +37,10 @@ def _reciprocal(x):
 def _gelu(x):
     """Return GELU of fp32 ``x`` with an error of at most 1e-7 times ``x``.
 
-    GELU is x * Phi(x) with the normal distribution Phi. erf would take three times as long as
-    reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x): the
-    log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; beyond,
-    Phi is 0 or 1.
+    GELU is x * Phi(x), where Phi is the normal distribution. Computing erf would take three times
+    as long as reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x):
+    the log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; for
+    larger abs(x), Phi is 0 or 1.
     """
     square = tl.minimum(x * x, 42.0)
     slope = 5.23396250e-09 * square - 3.86020055e-07
@@ -59,9 +61,12 @@ def _silu(x):
 def store_quantized(
     values, pointers, scale_pointer, mask, fp8_max: tl.constexpr, amax_floor: tl.constexpr
 ):
-    """Store fp32 values as fp8, and their common scale. Values outside ``mask`` must be 0."""
+    """Store fp32 values as fp8, and the scale they share. Values outside ``mask`` must be 0.
+
+    ``fp8_max`` and ``amax_floor`` are the constants of :mod:`e4m3`.
+    """
     amax = tl.maximum(tl.max(tl.abs(values), axis=0), amax_floor)
-    # tl.max ignores NaN, which must make the whole row NaN.
+    # A NaN must make the whole row NaN, and tl.max ignores it.
     has_nan = tl.max((values != values).to(tl.int32), axis=0)
     amax = tl.where(has_nan > 0, float("nan"), amax)
     quantized = (values * (fp8_max / amax)).to(pointers.dtype.element_ty)
@@ -93,7 +98,11 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
     quantizes: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Compute one group of channels of one row."""
+    """Compute one group of channels of one row.
+
+    :func:`load_row` explains ``x``, ``scale``, ``bias`` and the flags of these tensors.
+    ``gelu_bias`` is added before GELU.
+    """
     pdl_wait_and_launch(use_pdl)
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # offsets may pass 2**31
     channels = tl.arange(0, BLOCK)
@@ -114,7 +123,7 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         values = _silu(values)
-        if not quantizes:  # round after SiLU, as torch does in two steps
+        if not quantizes:  # round after SiLU, as torch does
             values = values.to(dtype).to(tl.float32)
         values = tl.where(mask, values * up, 0.0)
     out += row * out_channels + channels
@@ -151,7 +160,7 @@ def activate_and_quantize_rows(
     function: str = "none",
     group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply an activation function and quantize each row, or each group of its channels.
+    """Apply an activation function and quantize each row, or each group of a row's channels.
 
     Args:
         x: ``(..., C)``, or ``(..., 2 * C)`` for "swiglu".
@@ -195,4 +204,5 @@ def _launch_activate(
 
 
 def _storage_of(x: Tensor | SplitKPartials) -> Tensor:
+    """Return the tensor that holds ``x``; outputs are allocated on its device."""
     return x.partials if isinstance(x, SplitKPartials) else x

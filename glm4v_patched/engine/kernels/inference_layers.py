@@ -2,10 +2,11 @@
 
 In training the layers are compiled instead, but compiling takes longer than most inference runs.
 
-Each class computes what its submodules would compute; :mod:`..implementations` lists them beside
-the class. That module also adds the two methods that guard each call: ``can_fuse(name)`` tells
-whether a submodule may be bypassed, and ``can_overwrite(name)`` whether its output may be modified
-in place.
+Each class computes what some of its submodules would compute; the table in
+:mod:`..implementations` lists these submodules for each class. :mod:`..implementations` also adds
+two methods, with which a class checks its submodules in each call: ``can_fuse(name)`` tells whether
+a submodule may be bypassed, and ``can_overwrite(name)`` whether its output may be modified in
+place.
 """
 
 import math
@@ -28,13 +29,19 @@ from .fp8_linear import Fp8StoredLinear
 from .fp8_matmul import Fp8Tensor
 from .skinny_gemm import SplitKPartials, num_sms
 
+# Shapes: N images, S side of an image in pixels, P patches, I input channels of a patch, T tower
+# tokens, V hidden size of the tower; B sequences, R positions, D hidden size of the language model,
+# H heads, C channels of a head.
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+# Channels of a head: Triton needs a power of two, and its products at least 16.
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
 # StaticCache counts its keys on the device since transformers 5.4 (cumulative_length). With older
 # releases, decode steps use torch's attention.
 HAS_CUMULATIVE_LENGTH = Version(transformers.__version__) >= Version("5.4")
 MAX_HEADS_PER_GROUP = 16
-"""Most query heads that share keys: the fewest rows that a tensor core's left operand can have."""
+"""Most query heads that may share keys: the kernel multiplies them as one block of 16 rows, the
+fewest rows that a tensor core's left operand can have."""
 
 
 class InferencePatchEmbedding(PatchEmbedding):
@@ -81,7 +88,7 @@ class InferenceTowerMLP(TowerMLP):
 
 
 class InferenceMLP(MLP):
-    """MLP with SwiGLU in one kernel, which also quantizes if the second product is in fp8."""
+    """MLP with SwiGLU in one kernel, which also quantizes for a second linear layer in fp8."""
 
     can_fuse: Callable[[str], bool]
 
@@ -105,12 +112,13 @@ class InferenceMLP(MLP):
 
 
 class InferenceBlock(GLMBlock):
-    """Block that adds, normalizes and quantizes in one kernel, also the input of the next block."""
+    """Block that adds, normalizes and quantizes in one kernel, and prepares the next block's input
+    in the same way."""
 
     can_fuse: Callable[[str], bool]
     next_block: "InferenceBlock | None" = None  # not registered as a submodule
     # This block's next input and its normalized copy, as the previous block computed them. If a
-    # forward pass ends early, they stay until the next one.
+    # forward pass ends early, both stay until the next forward pass.
     pending_norm: tuple[Any, Any] | None = None
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
@@ -143,9 +151,10 @@ class InferenceBlock(GLMBlock):
     def _add_and_normalize(
         self, name: str, x: Tensor, y: Any, quantizes: bool
     ) -> tuple[Tensor, Any]:
-        """Return ``x + y`` and its norm by the module ``name``; in one kernel if it may be fused.
+        """Return ``x + y``, and this sum normalized by the submodule ``name``.
 
-        Otherwise the module is called, and its output is not quantized.
+        One kernel computes both if the submodule may be fused. Otherwise the submodule is called,
+        and its output is not quantized.
         """
         from .inference_triton import add_rms_norm  # needs Triton
 
@@ -159,8 +168,8 @@ class InferenceBlock(GLMBlock):
 class InferenceSelfAttention(SelfAttention):
     """Attention with RoPE in place and, in decode steps with a static cache, flash-decoding.
 
-    A decode step has one new token per sequence. One kernel rotates its query and key and caches
-    its key and value; flash-decoding then splits the cached keys over thread blocks.
+    A decode step has one new token per sequence. One kernel rotates the token's query and key, and
+    caches its key and value. Flash-decoding then splits the cached keys over thread blocks.
     """
 
     can_fuse: Callable[[str], bool]
@@ -191,8 +200,8 @@ class InferenceSelfAttention(SelfAttention):
     def _decode_cache_layer(self, x: Any, mask: Any, cache: Any, cache_update: Any) -> Any:
         """Return this layer's cache if the kernels can do this step, else None.
 
-        They can if the cache is static and not empty, each sequence has one new token, and they
-        support the keys and the mask.
+        The kernels can do it if the cache is static and not empty, each sequence has one new token,
+        and the kernels support the keys and the mask.
         """
         was_filled = HAS_CUMULATIVE_LENGTH and is_static(cache) and not cache_update[0]
         if not was_filled or x.shape[1] != 1:
@@ -231,14 +240,15 @@ class InferenceSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | SplitKPartials) -> Tensor:
+    """Return ``x + y``; partial sums in ``y`` are reduced."""
     from .skinny_gemm_triton import reduce_partials  # needs Triton
 
     return reduce_partials(y, x) if isinstance(y, SplitKPartials) else x + y
 
 
 def _takes_fp8(layer: nn.Module, x: Any) -> bool:
-    """Return whether a linear layer that may be fused takes an :class:`Fp8Tensor` in place of
-    ``x``, with a scale per row or, for a skinny GEMM, per group of channels."""
+    """Return whether a linear layer that may be fused accepts an :class:`Fp8Tensor` instead of
+    ``x``. It then has one scale per row or, for a skinny GEMM, one per group of channels."""
     return isinstance(layer, Fp8StoredLinear) and x.dtype == torch.bfloat16
 
 
@@ -264,7 +274,7 @@ def linear_or_partials(layer: nn.Module, x: Any) -> Any:
 
 
 def _fused_linear(module: Any, name: str, x: Any) -> Any:
-    """Return the output of a linear submodule, as partial sums if it may be fused."""
+    """Return the output of a linear submodule, or maybe partial sums if it may be fused."""
     layer = getattr(module, name)
     return linear_or_partials(layer, x) if module.can_fuse(name) else layer(x)
 
@@ -272,7 +282,8 @@ def _fused_linear(module: Any, name: str, x: Any) -> Any:
 def _output_linear(module: Any, name: str, x: Any) -> Any:
     """Return a module's output by its last linear submodule.
 
-    Unless a hook on the module expects a tensor, it may be partial sums, which the block reduces.
+    The output may be partial sums, which the block reduces, unless the module has a hook: hooks
+    expect a tensor.
     """
     return _fused_linear(module, name, x) if module.can_fuse("") else getattr(module, name)(x)
 
@@ -280,7 +291,7 @@ def _output_linear(module: Any, name: str, x: Any) -> Any:
 def _can_use_kernels(x: Any) -> bool:
     """Return whether the Triton kernels may compute with ``x``: without gradients, on a GPU.
 
-    In compiled code they are not used: the compiler fuses the published code by itself.
+    Compiled code does not use them: the compiler fuses the published code by itself.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return False

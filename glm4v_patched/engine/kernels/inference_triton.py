@@ -18,13 +18,16 @@ from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import BLOCKS_PER_SM, SplitKPartials, num_sms
 from .skinny_gemm_triton import TL_DTYPES, kernel_args, load_row
 
-# Without fused multiply-add, which skips the rounding that torch does between the two steps.
+# Option of a kernel: no fused multiply-add, which would skip the rounding between product and sum
+# that torch does.
 NO_FP_FUSION = {"enable_fp_fusion": False}
 
 # Sizes of flash_decode: keys in a block, query heads in a block (which share keys), and the most
 # splits of the keys.
 BLOCK_KEYS, BLOCK_HEADS, MAX_KEY_SPLITS = 64, 16, 64
 LOG2_E = 1.4426950408889634
+
+# Shapes: B sequences, R positions, H query heads, G key-value heads (groups), C channels of a head.
 
 
 @triton.jit
@@ -53,7 +56,7 @@ def triton_layer_norm_add(  # the prefix makes our kernels easy to find in profi
     inverse_std = tl.rsqrt(tl.sum(centered * centered, axis=0) / hidden_size + eps)
     norm_weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     norm_bias = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-    # Rounded before it is added, as the output of the norm is.
+    # Round before the addition, as torch rounds the output of the norm.
     dtype: tl.constexpr = out.dtype.element_ty
     normalized = (centered * inverse_std * norm_weight + norm_bias).to(dtype).to(tl.float32)
     residual = tl.load(x + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
@@ -90,7 +93,10 @@ def triton_add_rms_norm(
     amax_floor: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Write ``x + y`` of one row to ``total`` if ``adds``, and its norm to ``out``."""
+    """Write ``x + y`` of one row to ``total`` if ``adds``, and the normalized sum to ``out``.
+
+    Without ``adds``, the sum is ``x``. :func:`load_row` explains the arguments about ``y``.
+    """
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
@@ -140,8 +146,10 @@ def triton_rope_and_update_cache(
 ):
     """Write one head of one sequence: a query, or a key or value of the cache.
 
-    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone. The two
-    channels of a pair are a power of two apart, so an XOR of one gives the other.
+    :func:`load_row` explains the arguments about ``heads``: the queries, keys and values.
+    For the channels of a head that RoPE does not rotate, the cosine is 1 and the sine 0. The two
+    channels of a rotated pair are ``DISTANCE`` apart, a power of two, so XOR with it turns the
+    index of one channel into that of the other.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
@@ -157,7 +165,7 @@ def triton_rope_and_update_cache(
             heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ DISTANCE, mask,
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
-        # Each product is rounded to the dtype of the angles, as torch's are.
+        # Round each product to the dtype of the angles, as torch does.
         cos_term = value * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
         sin_term = neighbor * tl.load(sin + row * HEAD_DIM + channels).to(tl.float32)
         value = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
@@ -185,7 +193,10 @@ def triton_rope_in_place(
     DISTANCE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """Rotate the first heads of one position of one sequence."""
+    """Rotate the first heads of one position of one sequence.
+
+    Each head has ``NUM_PAIRS`` rotated pairs of channels, which are ``DISTANCE`` channels apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     channels = tl.arange(0, 2 * NUM_PAIRS)
@@ -195,7 +206,7 @@ def triton_rope_in_place(
     first, second = tl.split(tl.permute(paired, (0, 1, 3, 2)))
     swapped = tl.permute(tl.join(second, first), (0, 1, 3, 2))
     neighbor = tl.reshape(swapped, (BLOCK_HEADS, 2 * NUM_PAIRS))
-    # Each product is rounded to the dtype of the angles, as torch's are.
+    # Round each product to the dtype of the angles, as torch does.
     angle_dtype: tl.constexpr = cos.dtype.element_ty
     cosine = tl.load(cos + row * angle_stride + channels).to(tl.float32)
     sine = tl.load(sin + row * angle_stride + channels).to(tl.float32)
@@ -229,11 +240,11 @@ def triton_attend_to_split(
 ):
     """Attend to one split of the keys, for the query heads of one key-value group.
 
-    Write the online softmax's state: maximum, sum and unnormalized output of each head. The
-    softmax takes powers of 2, so ``scale`` includes log2(e).
+    The kernel writes the online softmax's state: maximum, sum and unnormalized output of each head.
+    The softmax is computed with powers of 2, so ``scale`` includes log2(e).
     """
-    # Safe before the PDL wait: the previous decode step wrote the length. The length does not yet
-    # count the new key, which the previous kernel writes.
+    # Reading the length before the PDL wait is safe: the previous decode step wrote it. The length
+    # does not yet count the new key, which the previous kernel writes.
     num_keys = tl.minimum(tl.load(cache_length) + 1, max_cache_len)
     pdl_wait_and_launch(use_pdl)
     row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
@@ -259,7 +270,7 @@ def triton_attend_to_split(
         scores = tl.dot(queries, keys.T) * scale
         scores = tl.where((attends != 0)[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # For heads without an unmasked key so far: avoid -inf - -inf.
+        # A head that has met only masked keys so far has a maximum of -inf: avoid -inf - -inf.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         correction = tl.exp2(highest - base)
@@ -327,8 +338,8 @@ def rope_and_update_cache(
         heads: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
         sizes: ``H, G, G``.
         distance: Number of channels between the two of a rotated pair.
-        cache_layer: A ``StaticLayer``. The keys and values are written behind those that it has;
-            :func:`flash_decode` counts them.
+        cache_layer: A ``StaticLayer``. The new keys and values are written behind those that it
+            has; :func:`flash_decode` then increments its length.
 
     Returns:
         The rotated queries ``(B, H, C)``.
@@ -357,7 +368,8 @@ def flash_decode(
     """Attend from one new token per sequence to a cache, whose keys are split over thread blocks.
 
     Args:
-        query_BHC: As returned by :func:`rope_and_update_cache`, which has cached the new key.
+        query_BHC: The queries that :func:`rope_and_update_cache` returned; it has also cached the
+            new keys and values.
         cache_layer: The same ``StaticLayer``; its length is incremented.
         mask: ``(B or 1, 1, 1, max_cache_len)``, true where the token attends.
         quantizes: Return fp8 with one scale per head.
@@ -399,7 +411,7 @@ def flash_decode(
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + norm(y)`` twice, the second time in fp8 if ``quantizes``.
+    """Return ``x + norm(y)`` twice; the second one is in fp8 if ``quantizes``.
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16.
     """
@@ -442,7 +454,10 @@ def add_rms_norm(
 
 
 def _empty_like(x: Tensor, group_size: int) -> Tensor | Fp8Tensor:
-    """Allocate an output like ``x``; in fp8 with a scale per group, unless ``group_size`` is 0."""
+    """Allocate an output like ``x``.
+
+    Unless ``group_size`` is 0, the output is in fp8, with a scale for each group of channels.
+    """
     *leading, channels = x.shape
     if not group_size:
         return torch.empty_like(x)

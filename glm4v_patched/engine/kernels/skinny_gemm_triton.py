@@ -22,6 +22,7 @@ from .skinny_gemm import (
 # Software pipeline depth. In bf16 a stage holds 16 KiB of weights and 4 or 8 KiB of inputs.
 NUM_STAGES = 4
 
+# Triton's dtype for each of torch's.
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -44,9 +45,9 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
 ):
     """Write one block of columns of one split of K.
 
-    ``k_blocks`` is the number of blocks of K in a split. ``NUM_GROUPS`` is the number of scales in
-    each row of ``x``, one for each group of channels: 0, 1, ``NUM_SPLITS``, or one for each block
-    of K.
+    ``k_blocks`` is the number of blocks of K in a split. Each row of ``x`` has ``NUM_GROUPS``
+    scales, one for each group of its channels. There may be 0, 1 or ``NUM_SPLITS`` scales, or one
+    for each block of K.
     """
     split = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -54,7 +55,8 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     channels = tl.arange(0, BLOCK_CHANNELS)[None, :]
     weight_pointers = weight + columns.to(tl.int64)[:, None] * K + channels  # may pass 2**31
     x_pointers = x + rows[:, None] * K + channels
-    # The weight is the left operand: tensor cores take 64 rows of it, and as few as 8 of the right.
+    # The weight is the left operand: tensor cores take at least 64 rows of a left operand, and as
+    # few as 8 of a right one.
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), tl.float32)
     first = split * k_blocks
     last = tl.minimum(first + k_blocks, K // BLOCK_CHANNELS)
@@ -69,7 +71,7 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
             scale_pointers += first
         scale = tl.load(scale_pointers, mask=rows < M, other=0.0)
     for block in range(first, last):
-        # Each weight is read once; evict it first, so that other data stays in the cache.
+        # Each weight is read only once, so evict it before other data that is in the cache.
         weights = tl.load(weight_pointers + block * BLOCK_CHANNELS, eviction_policy="evict_first")
         values = tl.load(x_pointers + block * BLOCK_CHANNELS, mask=rows[:, None] < M, other=0.0)
         if scale_by_block:  # load the next scale while this block is multiplied
@@ -83,7 +85,7 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     if NUM_GROUPS > 0 and not scale_by_block:
         total *= scale[None, :]
     if use_pdl:
-        # Not earlier: the next kernel would take shared memory from this one.
+        # Only now: the next kernel would take shared memory from this one.
         tl.extra.cuda.gdc_launch_dependents()
     out_pointers = out + (split * M + rows[:, None]) * N + columns[None, :]
     tl.store(out_pointers, total.T, mask=rows[:, None] < M)
@@ -105,8 +107,12 @@ def load_row(
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """Load columns of one row of a tensor, or of the product that partial sums add up to (rounded
-    to ``dtype``), as fp32."""
+    """Load columns of one row of ``x`` as fp32.
+
+    If ``is_partials``, ``x`` is ``NUM_PARTIALS`` split-K partial sums. They are added up,
+    multiplied by ``scale`` if ``is_scaled``, added to ``bias`` if ``has_bias``, and rounded to
+    ``dtype``.
+    """
     if not is_partials:
         return tl.load(x + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros(columns.shape, tl.float32)
@@ -142,7 +148,7 @@ def triton_reduce_partials(
     row = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    # Rounded to dtype before the residual is added, as the output of a linear layer is.
+    # load_row rounds to dtype before the residual is added, as a linear layer rounds its output.
     total = load_row(
         partials, scale, bias, NUM_PARTIALS, num_rows, num_columns, row, columns, mask, dtype, True,
         is_scaled, has_bias,
