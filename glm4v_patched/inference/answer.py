@@ -103,7 +103,7 @@ def _answer_missing(
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
-    """Yield the answers, with a progress bar over ``total`` rows, and print the speed at the end."""
+    """Yield the answers, with a progress bar over ``total`` rows; print the speed at the end."""
     from tqdm import tqdm
 
     start, first_answer_s = time.monotonic(), 0.0

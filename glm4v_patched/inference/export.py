@@ -187,8 +187,8 @@ def export(
 
 
 def require_compressor() -> None:
-    """Raise ``RuntimeError`` unless a supported llm-compressor, and a transformers that it supports,
-    are installed."""
+    """Raise ``RuntimeError`` unless a supported llm-compressor is installed, with a transformers
+    version that llm-compressor supports."""
     cure = pip_install("glm4v-patched[export]")
     try:
         compressor_version = version(COMPRESSOR.name)

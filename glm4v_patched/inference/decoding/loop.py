@@ -160,7 +160,7 @@ def _is_of_transformers(processor_or_criterion: Any) -> bool:
 
 
 class FinishedTracker:
-    """Copies each step's unfinished flags, and its tokens for a streamer, to the host asynchronously.
+    """Copies each step's flags, and its tokens for a streamer, to the host asynchronously.
 
     Args:
         unfinished_B: Unfinished flags; only their device and number are used.
