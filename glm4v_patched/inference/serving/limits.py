@@ -23,7 +23,7 @@ MAX_JSON_VALUES = 50_000
 """JSON values in a request; a parsed value may take a hundred times the memory of its text."""
 MAX_JSON_DEPTH = 64  # levels of nested lists and objects
 MAX_BUFFERED_BODIES = 8
-"""Bodies of the largest size in memory, each of them in three forms."""
+"""Bodies of the largest size in memory; each takes three forms: bytes, JSON and decoded images."""
 
 
 @dataclass(frozen=True, kw_only=True)

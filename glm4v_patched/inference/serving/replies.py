@@ -98,7 +98,7 @@ class ResponseReply(TextReply):
 
     def failed(self, error: ApiError) -> list[str]:
         body = error.body()["error"]
-        # Some clients read the event's key "error", others code, message and param in the event itself.
+        # Some clients read the event's key "error", others the keys code, message and param.
         fields = {key: body[key] for key in ("code", "message", "param")}
         reason = {"code": "server_error", "message": body["message"]}
         response = self.full_response("") | {"status": "failed", "error": reason}
