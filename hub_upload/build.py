@@ -149,7 +149,7 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
         earlier = source.read_manifest()
         if earlier.weights == source.weights:
             return earlier.fine_tune
-    signs = sorted(TRAINING_FILES & source.files.keys())
+    signs = sorted(TRAINING_FILES & source.files.keys())  # signs of training, for the error
     classes = source.read_json("config.json").get("architectures")
     if classes != PUBLISHED_ARCHITECTURES:
         signs.append(f"config.json names {classes}, not {PUBLISHED_ARCHITECTURES}")
@@ -229,7 +229,7 @@ def write_build(
                 os.link(original, new / file_name)
             except OSError:  # on another file system
                 shutil.copyfile(original, new / file_name)
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # moves the earlier build back if the last rename fails
             if out.exists():
                 out.rename(old)
                 undo.callback(old.rename, out)
@@ -372,6 +372,7 @@ def _processor_files(source: SourceFiles) -> dict[str, bytes]:
     transformers 5 reads this file, too.
     """
     tokenizer = source.read_json(TOKENIZER_CONFIG)
+    # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
     with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
@@ -404,7 +405,7 @@ def _card(
     """Render the model card, README.md."""
     fine_tune, origin = source.fine_tune, source.origin
     from_hub = origin and origin.repository
-    address = f"{UPSTREAM}/blob/main/LICENSE"
+    address = f"{UPSTREAM}/blob/main/LICENSE"  # of the weights' license on the Hub
     if origin and license_name:
         address = f"{origin.repository}/blob/{origin.revision}/{licensed_at or license_name}"
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")

@@ -60,6 +60,14 @@ class Publication:
     Args:
         repo: Id of the destination.
         allow_foreign: Whether files at the destination that no build wrote are accepted.
+
+    Attributes:
+        head: Commit of the destination that the plan changes.
+        tagged: Commit that has this version's tag; None if there is no such tag.
+        foreign: Files at the destination that no build wrote and that stay as they are.
+        copied, uploaded, deleted: Names of files by action; the Hub copies weights itself.
+        changes: Whether the plan changes any file.
+        copies: The Hub's operations for ``copied``.
     """
 
     def __init__(self, folder: Path, repo: str, allow_foreign: bool) -> None:

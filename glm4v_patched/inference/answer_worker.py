@@ -121,7 +121,7 @@ class Answerer:
         streamer: "AnswerStreamer | None" = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the generated tokens of each sequence, ``(B, R)`` int64.
+        """Return the generated tokens of each sequence, ``(B, new_tokens)`` int64.
 
         Args:
             first_row, streamer: See :meth:`answer`.
@@ -188,7 +188,11 @@ class Answerer:
 def load_answerer(
     options: ModelOptions, base: ModelSource, generation: Generation, verbose: bool = True
 ) -> Answerer:
-    """Load the model that ``options.find()`` has returned as ``base``."""
+    """Load a model.
+
+    Args:
+        base: The model's files, from ``options.find()``.
+    """
     loaded = loading.load_with_processor(base, options.device, options.weights, verbose)
     cache = choose_cache(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
@@ -228,9 +232,9 @@ def answer_batches(
     Threads read the images of the first batches while the model loads. While a batch is answered,
     they read the images of later batches and copy the next batch to the GPU.
     """
-    processor, unread = load_processor(base), iter(batches)
+    processor, unread = load_processor(base), iter(batches)  # unread: batches not yet submitted
     num_readers = min(MAX_READERS, max((os.cpu_count() or 1) - 1, 1))
-    being_read: deque = deque()
+    being_read: deque = deque()  # row numbers of a batch, and the future of its inputs on the host
     readers = ThreadPoolExecutor(num_readers)
 
     def start_reading(next_batches: Iterable[Sequence[Question]]) -> None:

@@ -231,9 +231,10 @@ def estimate_needs(
     config = load_model_config(base)
     with torch.device("meta"):
         transformer = GLM4VForCausalLM(config).transformer
-    stacks = [transformer.encoder.layers]
+    stacks = [transformer.encoder.layers]  # the lists of layers to quantize
     if format.quantizes_tower:
         stacks.append(transformer.vision.transformer.layers)
+    # The linear modules of each stack's first layer; all layers of a stack are alike.
     linears = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
     bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
     num_quantized = sum(

@@ -55,8 +55,8 @@ class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
 
     def process_labels(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the labels of ``input_ids`` (``(batch, length)``, int64), -100 where ignored."""
-        # The pad token is also the end token, which is supervised after an answer. Padding is on the
-        # left, before the first answer, so the mask by roles ignores it.
+        # The pad token is also the end token, which is supervised after an answer. Padding comes
+        # before the first answer, on the left, so the mask by roles ignores it.
         return input_ids.masked_fill(~self._mask_non_assistant_keep(input_ids), -100)
 
 

@@ -55,7 +55,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
         return messages
 
     def _regularize_images(self, images, **options):
-        """Load images at full size, whatever ``image_max_pixels``: the model's processor resizes."""
+        """Load images at full size and ignore ``image_max_pixels``: the processor resizes them."""
         sources = [
             image["bytes"] or image["path"] if isinstance(image, dict) else image
             for image in images

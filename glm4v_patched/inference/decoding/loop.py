@@ -45,6 +45,7 @@ from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 # that the device takes for one.
 MAX_LAG = {"cuda": 2}
 NONFINITE = 2  # value of a sequence's unfinished flag (else 0 or 1) if its logits are not finite
+# Suffixes of tensors name their dimensions: B sequences, V vocabulary entries.
 
 
 def decode_without_sync(
@@ -83,6 +84,7 @@ def decode_without_sync(
     pad_id = None
     if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         pad_id = _private_attribute(generation_config, "_pad_token_tensor").to(device)
+    # Whether the flags may be read late: code from outside transformers might count its calls.
     is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
     max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
@@ -103,7 +105,7 @@ def decode_without_sync(
         finite_B = None
         if length == prompt_length:
             finite_B = has_finite_logits(logits_BV)
-            # Processors from outside transformers may pass the token on, so check before they run.
+            # Criteria from outside transformers may pass the token on, so check before they run.
             if not is_async:
                 require_all_finite(finite_B)
         ids_so_far: Any = ids[:, :length]

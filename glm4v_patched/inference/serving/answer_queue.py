@@ -190,7 +190,7 @@ class AnswerQueue:
             seq.prompt_tokens = length
         max_tokens = max(seq.max_tokens for seq in sequences)
         generation = replace(request.generation, max_new_tokens=max_tokens)
-        seed_offset = self._num_batches
+        seed_offset = self._num_batches  # so that each batch samples differently
         if request.seed is not None:
             generation, seed_offset = replace(generation, seed=request.seed), 0
         self._num_batches += 1
@@ -233,7 +233,12 @@ class AnswerSequence(AnswerStreamer):
         max_tokens: Maximum number of tokens of the answer.
         end_ids: Ids of the tokens that end the answer.
         is_closed: Returns whether the server is shutting down.
-        positions_left: Position ids left of the model's context length.
+        positions_left: Position ids of the model's context length that the prompt leaves.
+
+    Attributes:
+        withheld: Text that may still turn out to begin a stop text.
+        is_stopped: Whether a stop text has ended the answer.
+        reason: Why the answer has ended; empty before.
     """
 
     def __init__(

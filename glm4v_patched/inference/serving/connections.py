@@ -55,12 +55,13 @@ class Connection(asyncio.Protocol):
         self.http = H11Protocol(app_state=app_state | {CONNECTION_KEY: self}, **options)
         self.connections, self.max_connections = connections, max_connections
         self.loop = asyncio.get_running_loop()
+        # When the client stopped reading its response; None while it reads.
         self.unread_since: float | None = None
         self.wait_for_request()
 
     def wait_for_request(self) -> None:
         """Start the time limit for the next request's head to arrive."""
-        self.has_head = self.has_body = False
+        self.has_head = self.has_body = False  # whether the request's head and body have arrived
         self.since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
