@@ -1,4 +1,4 @@
-"""The questions of a data file, and the options that answer them; needs no torch."""
+"""The questions of a data file, and the options for answering them; needs no torch."""
 
 import hashlib
 import json
@@ -188,7 +188,7 @@ def evenly_spaced(items: Sequence[Any], max_items: int) -> list[Any]:
 
 
 def make_question(row: int, messages: list[dict]) -> Question:
-    """Split a conversation into prompt and reference: its last message if by the assistant."""
+    """Split a conversation into a prompt and, if it ends with an answer, that as the reference."""
     *prompt, last = messages
     if last["role"] != "assistant":
         return Question(row, drop_train_flags(messages))

@@ -48,7 +48,7 @@ class QueuedRequest:
     Args:
         on_event: Called with each text and then the end, or with an error at any time. The caller
             may be any thread.
-        cancelled: Set by the client's side to stop the answer; further events may be missing.
+        cancelled: Set by the application to stop the answer; further events may then be missing.
     """
 
     request: ParsedRequest
@@ -116,7 +116,7 @@ class AnswerQueue:
                 batch = self._next_batch()
             sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
             # Every sequence of a batch is padded to the longest answer, even one that has ended.
-            # Sequences with too few positions left for that are answered alone.
+            # A sequence with too few positions left for the padding is answered alone.
             longest = max((seq.max_tokens for seq in sequences), default=0)
             self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
             for seq in sequences:
