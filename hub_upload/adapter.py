@@ -18,7 +18,9 @@ PEFT_CARD_MARK = b"More Information Needed"  # in the card that peft writes
 def build_adapter_repository(
     folder: Path, out: Path, name: str, base: str | None = None, trained: str | None = None
 ) -> Manifest:
-    """Write a folder of adapters as :func:`build.build_model_repository` does; return its manifest.
+    """Write the repository of adapters to ``out`` and return its manifest.
+
+    An earlier build in ``out`` is replaced, as :func:`build.build_model_repository` does.
 
     Args:
         name: Id of the adapters' repository, for the card.

@@ -1,7 +1,7 @@
 """Build the folder that is published: our code beside the original's weights and vocabulary.
 
 The build is deterministic: the same source and code give the same bytes with every supported
-transformers, and no file has the version of the running transformers.
+transformers. So no file names the version of the running transformers.
 """
 
 import json
@@ -58,8 +58,9 @@ from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manif
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE, GENERATION_CONFIG = "MODEL_LICENSE", "generation_config.json"
 TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
-# In the original's config.json; saving a loaded model writes another class.
+# The architectures in the original's config.json; saving a loaded model writes another class.
 PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
+# Files beside trained weights; none of them is published.
 TRAINING_FILES = {"training.json", "trainer_state.json", "training_args.bin"}
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 
@@ -68,8 +69,8 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
     """Read the source that ``--weights`` names, a folder or a repository at a commit.
 
     Args:
-        base: Model that the weights were trained from, for trained weights.
-        trained: What was trained and on which data, for trained weights.
+        base: Model that the weights were trained from; None for original weights.
+        trained: What was trained and on which data; None for original weights.
 
     Raises:
         ValueError: The source cannot be built from.
@@ -120,10 +121,11 @@ def _read_repository(text: str) -> SourceFiles:
 
 
 def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) -> FineTune | None:
-    """Return how the weights were trained, from the options or an earlier build; None if original.
+    """Return how the weights were trained, or None for original weights.
 
-    Raises ``ValueError`` if there are adapters beside the weights, or signs of training that the
-    options do not describe.
+    The description comes from the options, or from the manifest of an earlier build. Raises
+    ``ValueError`` if there are adapters beside the weights, or signs of training that neither
+    describes.
     """
     if adapters := ", ".join(sorted(ADAPTER_FILES & source.files.keys())):
         raise ValueError(
@@ -147,7 +149,7 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
         earlier = source.read_manifest()
         if earlier.weights == source.weights:
             return earlier.fine_tune
-    signs = sorted(TRAINING_FILES & source.files.keys())
+    signs = sorted(TRAINING_FILES & source.files.keys())  # signs of training, for the error
     classes = source.read_json("config.json").get("architectures")
     if classes != PUBLISHED_ARCHITECTURES:
         signs.append(f"config.json names {classes}, not {PUBLISHED_ARCHITECTURES}")
@@ -166,7 +168,7 @@ def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifes
     An earlier build in ``out`` is replaced atomically, after all checks.
 
     Args:
-        name: Id of the repository, for the card.
+        name: Id of the repository, for the model card.
 
     Raises:
         ValueError: ``out`` has files that no build wrote, or the build would not pass verify.
@@ -180,7 +182,7 @@ def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifes
 def require_replaceable(out: Path, source: str) -> Path:
     """Return ``out`` with links resolved.
 
-    Raises ``ValueError`` if it overlaps with the source or has files that no build wrote.
+    Raises ``ValueError`` if ``out`` overlaps with the source or has files that no build wrote.
     """
     out = Path(os.path.realpath(out))
     require_apart(out, [("the source itself", source)], "--out")
@@ -227,7 +229,7 @@ def write_build(
                 os.link(original, new / file_name)
             except OSError:  # on another file system
                 shutil.copyfile(original, new / file_name)
-        with ExitStack() as undo:
+        with ExitStack() as undo:  # moves the earlier build back if the last rename fails
             if out.exists():
                 out.rename(old)
                 undo.callback(old.rename, out)
@@ -242,12 +244,12 @@ def build_contents(
     """Return all files except the weights, by name.
 
     Args:
-        name: Id of the repository, for the card.
-        licensed_at: Name of the license file at the origin of the weights, if ``source`` has the
+        name: Id of the repository, for the model card.
+        licensed_at: Name of the license file at the origin of the weights, if ``source`` has this
             file under another name.
 
     Raises:
-        ValueError: Names file and key of a setting that the published code would refuse.
+        ValueError: The published code would refuse a setting; the error names its file and key.
     """
     our_license = (REPOSITORY_ROOT / "LICENSE").read_bytes()
     pyproject = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -260,7 +262,7 @@ def build_contents(
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
-    # The license of the weights; a source that we built has our code's license, too.
+    # Find the license of the weights. A source that we built also has a LICENSE, of our code.
     names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
     license_name = next((n for n in names if source.content(n) not in (None, our_license)), None)
     for target, original in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
@@ -278,7 +280,7 @@ def add_manifest(
     fine_tune: FineTune | None,
     origin: WeightsOrigin | None = None,
 ) -> dict[str, bytes]:
-    """Return the files and the manifest that lists them and the weights."""
+    """Return the files with a manifest added, which lists these files and the weights."""
     hashed = {name: File.of(content) for name, content in files.items()}
     listed = {n: ListedFile(size=f.size, sha256=str(f.sha256)) for n, f in hashed.items()} | weights
     manifest = Manifest(
@@ -291,10 +293,10 @@ def add_manifest(
 
 
 def _generation_config(source: SourceFiles, config: dict[str, Any]) -> bytes:
-    """Return generation_config.json, the source's without options unknown to transformers.
+    """Return the source's generation_config.json without options that transformers does not know.
 
-    Raises ``ValueError`` for known options outside of :data:`GENERATION_KEYS`, and for invalid
-    values.
+    Raises ``ValueError`` for options that transformers knows but :data:`GENERATION_KEYS` does not
+    have, and for invalid values.
     """
     content = source.content(GENERATION_CONFIG)
     default = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
@@ -323,9 +325,9 @@ def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
 
 
 def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict[str, Any]:
-    """Return config.json: the source's fields, missing token ids, and our classes for the loader.
+    """Return the source's config.json with missing token ids added and our classes in auto_map.
 
-    Raises ``ValueError`` if it is no config of a glm-4v, or does not fit the processor.
+    Raises ``ValueError`` if the config is not a glm-4v's, or does not fit the processor.
     """
     config = source.read_json("config.json")
     if quantized := config.get("quantization_config"):
@@ -361,14 +363,16 @@ def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict
 
 
 def _processor_files(source: SourceFiles) -> dict[str, bytes]:
-    """Return the files of tokenizer and processor, for every supported transformers.
+    """Return the files of tokenizer and processor, the same with every supported transformers.
 
-    save_pretrained writes the same tokenizer, template and image processor's values in all
-    versions. The config files around them differ, so their fields are written here: the source's
-    for the tokenizer, and only the auto_map for the processor. transformers 4 reads the image
-    processor only from a file of its own; transformers 5 reads that file, too.
+    In all versions, save_pretrained writes the same tokenizer.json, chat template and image
+    processor values. The other two config files differ between versions, so they are made here:
+    tokenizer_config.json from the source's fields, processor_config.json with only processor_class
+    and auto_map. The image processor has a file of its own, because transformers 4 reads no other;
+    transformers 5 reads this file, too.
     """
     tokenizer = source.read_json(TOKENIZER_CONFIG)
+    # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
     with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
@@ -401,7 +405,7 @@ def _card(
     """Render the model card, README.md."""
     fine_tune, origin = source.fine_tune, source.origin
     from_hub = origin and origin.repository
-    address = f"{UPSTREAM}/blob/main/LICENSE"
+    address = f"{UPSTREAM}/blob/main/LICENSE"  # of the weights' license on the Hub
     if origin and license_name:
         address = f"{origin.repository}/blob/{origin.revision}/{licensed_at or license_name}"
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")

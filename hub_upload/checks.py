@@ -1,6 +1,7 @@
 """Static checks of a built repository, on bytes that were read once.
 
-``build``, ``verify`` and ``publish`` use them. :mod:`loading` runs the published code.
+``build``, ``verify`` and ``publish`` use these checks. They run no published code;
+:mod:`loading` does.
 """
 
 import json
@@ -25,7 +26,7 @@ from .files import BuiltFiles, sha256_of_file
 from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT_PATTERN, INDEX, MANIFEST
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-# Files that the Hub adds.
+# Files that the Hub adds to a repository.
 GIT_FILES = {".gitattributes", ".gitignore"}
 
 
@@ -75,7 +76,7 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
 def check_weight_files(target: BuiltFiles) -> str:
     """Check that the weight files are readable, match the index and fit the model.
 
-    If the Hub is to copy the weights, only the names in the index are checked.
+    If the Hub is to copy the weights on publication, only the names in the index are checked.
 
     Raises:
         ValueError: Weights are missing, additional or of another shape than the model's.
@@ -118,8 +119,8 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
 def check_adapter_settings(target: BuiltFiles) -> str:
     """Check the files and settings of adapters, and return a summary.
 
-    Raises ``ValueError`` unless the adapters come without code and are LoRA for a commit on the
-    Hub, and their settings name no other module or path.
+    Raises ``ValueError`` unless there is no code, the adapters are LoRA for a model at a commit on
+    the Hub, and their settings name no module or path.
     """
     from peft import LoraConfig  # only adapters need peft
 

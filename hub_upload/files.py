@@ -15,9 +15,9 @@ from glm4v_patched.terminal_text import listed
 from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD_PATTERN, SINGLE_FILE
 from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
 
-# A tokenizer.json has 20 MB. Larger files are not read, only hashed when needed.
+# A tokenizer.json has 20 MB. Files above this size are not read, only hashed when needed.
 MAX_READ_BYTES = 100_000_000
-# Only text is read: no weights, and no pickles.
+# Suffixes of files that are read: only text, neither weights nor pickles.
 TEXT_SUFFIXES = {"", ".jinja", ".json", ".md", ".model", ".py", ".txt"}
 
 
@@ -41,7 +41,7 @@ class SourceFiles:
 
     Args:
         name: Folder or id as the user gave it, for messages.
-        files: By path.
+        files: Files by path.
         origin: Repository and commit of the weights, if they are on the Hub.
 
     Attributes:
@@ -120,7 +120,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def is_small(name: str, size: int) -> bool:
-    """Return whether a file is read: text of up to :data:`MAX_READ_BYTES`."""
+    """Return whether the file is text of up to :data:`MAX_READ_BYTES`, which is read."""
     return size <= MAX_READ_BYTES and PurePosixPath(name).suffix in TEXT_SUFFIXES
 
 
@@ -128,11 +128,12 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
     """Return every file by its path in the folder.
 
     Args:
-        hidden: Whether to include folders whose names begin with a dot; .git and .cache never are.
+        hidden: Whether to include folders whose names begin with a dot, except .git and .cache.
 
     Raises:
-        ValueError: There are devices, pipes, hard-linked text, links to folders or links that lead
-            out of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
+        ValueError: The folder has devices, pipes, hard-linked text files, links to folders, or
+            links that lead out of it. Links from a snapshot to its blobs, as in the Hub's cache,
+            are allowed.
     """
     files = {}
     for parent, folders, names in os.walk(folder):
@@ -142,7 +143,7 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         links = [name for name in folders if Path(parent, name).is_symlink()]
         for path in (Path(parent, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
-            # Weights may be hard links to their source; text is not, because a build writes it.
+            # A build may hard-link weights to their source, but writes text files itself.
             if path.is_symlink() or find_file_problem(
                 path, alone=is_small(name, path.stat().st_size)
             ):

@@ -1,4 +1,4 @@
-"""Read repositories of the Hub through its client, whose errors are passed on."""
+"""Read repositories of the Hub through huggingface_hub, whose errors are passed on."""
 
 import glob
 import os
@@ -15,13 +15,16 @@ from glm4v_patched.terminal_text import printable
 
 from .files import File, is_small, read_folder
 
-# Committing may take a server this long. Applies unless HF_HUB_DOWNLOAD_TIMEOUT is set.
+# A server may take this long to commit. HF_HUB_DOWNLOAD_TIMEOUT replaces this limit if it is set.
 REQUEST_TIMEOUT_S = 60
 RETRY_HINT = "run the same command again: it continues where this run stopped"
 
 
 def limit_request_time() -> None:
-    """Limit every request to ``HF_HUB_DOWNLOAD_TIMEOUT``; most calls of the client set no limit."""
+    """Limit every request's time, because most calls of huggingface_hub set no limit.
+
+    The limit is :data:`REQUEST_TIMEOUT_S`, or ``HF_HUB_DOWNLOAD_TIMEOUT`` if it is set.
+    """
     session = huggingface_hub.get_session()
     client, hooks = type(session), {"request": [*session.event_hooks["request"], _limit]}
     huggingface_hub.set_client_factory(

@@ -21,7 +21,7 @@ AUTO_MAPS: dict[str, dict[str, Any]] = {
     "preprocessor_config.json": IMAGE_PROCESSOR_CLASS | PROCESSOR_CLASS,
     "processor_config.json": PROCESSOR_CLASS,
 }
-# Generation options that a build may have: numbers and ids, none of which runs other code.
+# Generation options that a build may have; none of them makes transformers run other code.
 GENERATION_KEYS = {
     *str.split(
         "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
@@ -53,7 +53,7 @@ SHARD_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 
 
 def read_our_code() -> dict[str, bytes]:
-    """Return this clone's code for the Hub, by file name."""
+    """Return the code files of this clone that a build publishes, by name."""
     files = {path.name: path.read_bytes() for path in sorted(REMOTE_FOLDER.glob("*.py"))}
     del files["__init__.py"]
     return files

@@ -1,8 +1,8 @@
 """Load a published model, ask it a question and train it one step, without our package.
 
-:mod:`loading` runs this file in a process in which our package cannot be imported, so what works
-here works for everyone who downloads the repository. Results are printed one by one, in case the
-process is killed when memory runs out.
+:mod:`loading` runs this file in a process that cannot import our package, so steps that pass here
+work for everyone who downloads the repository. Each result is printed at once, in case the system
+kills the process because memory ran out.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TEST_QUESTION = "What is in this image? 你好，世界！\n\tdef f(x):  return x"
-# A model without weights is built with these sizes, and the same vocabulary and image size.
+# If the folder has no weights, a model of these sizes is built, with the folder's vocabulary and
+# image size.
 TINY_SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
 TINY_SIZES |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
 TINY_TOWER = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128}
@@ -31,7 +32,7 @@ def run_steps(source: str) -> Iterator[str]:
     import transformers
 
     def load(auto: str) -> Any:
-        """Load with one of transformers' auto classes, by the folder's own code."""
+        """Load with the auto class of transformers that ``auto`` names, by the folder's code."""
         from_pretrained = getattr(transformers, auto).from_pretrained
         loaded = from_pretrained(source, trust_remote_code=True, local_files_only=True)
         module = type(loaded).__module__
@@ -63,7 +64,7 @@ def run_steps(source: str) -> Iterator[str]:
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
     assert 0 < change < math.inf, f"another image changes the logits by {change}"
-    with torch.no_grad():  # generates by the folder's generation_config.json
+    with torch.no_grad():  # generate uses the folder's generation_config.json
         output = model.generate(**inputs, max_new_tokens=4)
     num_tokens = output.shape[1] - inputs["input_ids"].shape[1]
     yield f"{num_tokens} tokens; another image changes the logits by {change:.1e}"

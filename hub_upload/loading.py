@@ -1,6 +1,6 @@
 """Load a build with its published code, in separate processes.
 
-:mod:`load_check` runs there on a copy of the checked bytes, offline and without a token.
+The processes run :mod:`load_check` on a copy of the checked bytes, offline and without a token.
 """
 
 import json
@@ -19,7 +19,7 @@ from .load_check import STEPS
 
 LOAD_CHECK = Path(__file__).with_name("load_check.py")
 LOAD_TIMEOUT_S = 1800
-# Larger weights are not loaded, only compared by names and shapes.
+# Weights above this size are not loaded; :mod:`checks` compares only their names and shapes.
 MAX_LOADED_BYTES = 1_000_000_000
 
 
@@ -64,7 +64,7 @@ def run_published_code(python: str, source: Path, home: Path) -> tuple[list[str]
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     # -I: neither this repository nor PYTHONPATH can be imported.
     command = [python, "-I", str(LOAD_CHECK), str(source)]
-    # Files, not pipes: a child process could keep a pipe open after the process has ended.
+    # Output goes to files: a child process could keep a pipe open after the process has ended.
     output, errors = home / "output", home / "errors"
     with output.open("wb") as stdout, errors.open("wb") as stderr:
         process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """Publish a built folder on the Hub; no other file writes to the Hub.
 
-Everything is decided before anything is sent: the folder is read once, must pass `verify`, and is
-compared with the head of the destination by content. The differences go into one commit on that
-head; the commit is read back, compared and only then tagged. If a run is interrupted, the branch
-is either unchanged or complete, and the next run continues.
+A complete plan is made before anything is sent: the folder is read once, must pass `verify`, and is
+compared by content with the head of the destination's branch. All differences go into one commit on
+this head. The commit is read back and compared, and tagged only if it equals the build. If a run is
+interrupted, the branch is either unchanged or complete, and the next run continues.
 """
 
 import argparse
@@ -55,11 +55,19 @@ def read_built_folder(folder: Path) -> BuiltFiles:
 
 
 class Publication:
-    """The plan of a publication: the build, the destination's files, and what to do with each.
+    """The plan of a publication: the build, the destination's files, and the action for each file.
 
     Args:
         repo: Id of the destination.
         allow_foreign: Whether files at the destination that no build wrote are accepted.
+
+    Attributes:
+        head: Commit of the destination that the plan changes.
+        tagged: Commit that has this version's tag; None if there is no such tag.
+        foreign: Files at the destination that no build wrote and that stay as they are.
+        copied, uploaded, deleted: Names of files by action; the Hub copies weights itself.
+        changes: Whether the plan changes any file.
+        copies: The Hub's operations for ``copied``.
     """
 
     def __init__(self, folder: Path, repo: str, allow_foreign: bool) -> None:
@@ -73,8 +81,8 @@ class Publication:
         self.compare()
 
     def compare(self) -> None:
-        """Compare the build with the head of the destination, and plan; writes nothing."""
-        # The Hub gives the same answer for missing repositories and for those without access.
+        """Compare the build with the head of the destination, and make the plan; send nothing."""
+        # The Hub answers alike for missing repositories and for those that the token cannot access.
         require_that(
             self.api.repo_exists(self.repo),
             f"{self.repo} does not exist, or this token has no access to it: create it with `hf "
@@ -82,7 +90,7 @@ class Publication:
         )
         info, self.remote_files = list_repository(self.api, self.repo, None)
         self.head, self.tagged = str(info.sha), self.read_tag()
-        # Without our manifest all files are foreign, even those with names that we use.
+        # Without our manifest, all of the destination's files are foreign, whatever their names.
         ours: set[str] = set()
         if MANIFEST in self.remote_files:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
@@ -104,12 +112,12 @@ class Publication:
         self.copies = self.require_copies() if self.copied else []
 
     def read_tag(self) -> str | None:
-        """Return the commit that the tag is on, or None without the tag."""
+        """Return the commit that this version's tag is on, or None if there is no such tag."""
         exists = self.api.revision_exists(self.repo, self.tag)
         return list_repository(self.api, self.repo, self.tag)[0].sha if exists else None
 
     def differing(self, remote: dict[str, RepoSibling]) -> list[str]:
-        """Return the names of files that are missing or different in ``remote``."""
+        """Return the names of the build's files that ``remote`` lacks or has with other content."""
         return [
             name
             for name, file in self.files.items()
@@ -119,7 +127,7 @@ class Publication:
     def require_copies(self) -> list[CommitOperationCopy]:
         """Return the operations by which the Hub copies weights from their origin.
 
-        Raises ``ValueError`` if the origin does not have the weights of the manifest.
+        Raises ``ValueError`` if the origin's weights are not those that the manifest lists.
         """
         origin = self.build.origin
         assert origin, "verify refuses weights that are neither in the folder nor have an origin"
@@ -135,7 +143,7 @@ class Publication:
         return [CommitOperationCopy(name, name, commit, repo, "model") for name in self.copied]
 
     def show(self) -> None:
-        """Print what happens to each file."""
+        """Print the plan: the action for each file, and totals."""
 
         def size_of(*names: str) -> str:
             files = (self.files.get(name) or self.remote_files[name] for name in names)
@@ -165,7 +173,7 @@ class Publication:
             )
 
     def commit(self) -> str:
-        """Commit on the head that was compared, read the commit back, and return its id."""
+        """Commit on the head that :meth:`compare` read, verify the commit, and return its id."""
         commit = self.api.create_commit(
             self.repo,
             [*self.copies, *self.additions(), *map(CommitOperationDelete, self.deleted)],
@@ -185,7 +193,7 @@ class Publication:
     def additions(self) -> list[CommitOperationAdd]:
         """Return the operations that add files, after uploading the weights.
 
-        Raises ``ValueError`` if weights differ from the manifest, or change meanwhile.
+        Raises ``ValueError`` if weights differ from the manifest, or change during the upload.
         """
         files = {name: self.files[name] for name in self.uploaded}
         paths = {n: f.path for n, f in files.items() if f.content is None and f.path}

@@ -1,8 +1,8 @@
 """Check a built folder, or a repository on the Hub, before trusting it.
 
-The files are read once and checked without running them (:mod:`checks`). Then the folder is built
-again from its own files and compared, so that every byte except the weights is known to be this
-clone's. Only then does the published code run (:mod:`loading`).
+The files are read once and checked without running any code of theirs (:mod:`checks`). Then the
+folder is built again from its own files, and both are compared. This proves that this clone writes
+every byte except the weights. Only then does the published code run (:mod:`loading`).
 """
 
 import json
@@ -49,10 +49,10 @@ def check_rebuilt(target: BuiltFiles) -> str:
     """Build the folder again from its own files, and compare every byte except the weights'.
 
     Code, card, requirements.txt, license and settings must be what this clone writes, whatever the
-    manifest says. The repository's id and the license's location are taken from the card.
+    manifest says. The card gives the repository's id and the license's location.
 
     Raises:
-        ValueError: Names the first difference.
+        ValueError: The builds differ; the error names the first difference.
     """
     version = target.manifest.version
     require_that(
@@ -82,7 +82,7 @@ def check_rebuilt(target: BuiltFiles) -> str:
 
 
 def _difference(name: str, actual: bytes | None, expected: bytes | None) -> str:
-    """Return the first difference between two contents of a file, with both sides."""
+    """Return the first difference between a file's two contents, as a message that quotes both."""
     if expected is None:
         return f"{name} exists; expected no such file"
     if actual is None:
@@ -166,11 +166,12 @@ def verify(
     Args:
         name: Folder, or org/name.
         revision: Commit, tag or branch of a repository.
-        read_weights: Compare the sha256 of a folder's weights, too.
+        read_weights: Also compare the sha256 of a folder's weights.
         pythons: Interpreters to load the model with, in place of this one.
 
     Raises:
-        ValueError: ``name`` is neither, or is no build of ours; or an interpreter is missing.
+        ValueError: ``name`` is neither a folder nor an id, or not a build of ours; or an
+            interpreter is missing.
     """
     for python in pythons:
         require_that(shutil.which(python), f"--python {python}: no such program")

@@ -37,18 +37,18 @@ from .tiny_model import IMAGE_SIDE, build_from_scratch
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
 ZERO_STAGE: Final = 3
-# Files and folders that the demo writes; MARKER_FILE marks them as the demo's.
+# Files and folders that the demo writes. MARKER_FILE beside them shows that a demo wrote them.
 OUTPUT_NAMES = ["data", "initial", "trained", "requests.json", "replies.json"]
 OUTPUT_NAMES += ["loss.png", "answers.png", "metrics.json"]
 MARKER_FILE = "demo.txt"
-# Run as a script and never imported, because it makes this package unimportable.
+# Runs as a script and is never imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
 
 
 def place_demo(processes: int | None, device: Device | None) -> Placement:
-    """Choose processes and device: by default two processes, one if there is a single GPU.
+    """Choose the number of processes and the device.
 
-    Without a GPU, the CPU is used.
+    The default is two processes, or one if there is a single GPU; on the CPU if there is no GPU.
 
     Raises:
         PlacementError: There are GPUs, but fewer than ``processes``.
@@ -114,7 +114,7 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process takes the samples of two: with half as many, 300 steps are too few.
+            # A single process takes the batch of two: 300 steps of half a batch are too few.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,

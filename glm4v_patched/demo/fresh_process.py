@@ -1,9 +1,10 @@
 """Answer questions about images with saved models, without this package.
 
-Run as a script in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. It first makes the
-package unimportable, so what works here works for everybody who downloads the folder.
-``REQUESTS`` is JSON: ``[{"model": folder, "prompts": [messages, ...]}, ...]``; ``ANSWERS`` gets
-``[[answer, ...], ...]``.
+The demo runs this script in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. The
+script first makes the package unimportable, so a model that works here works for everybody who
+downloads its folder. The file ``REQUESTS`` has the JSON
+``[{"model": folder, "prompts": [messages, ...]}, ...]``, and the script writes
+``[[answer, ...], ...]`` to the file ``ANSWERS``.
 """
 
 import json

@@ -46,7 +46,7 @@ def build_processor(
 ) -> ChatGLMProcessor:
     """Build a processor whose vocabulary is a byte-level BPE trained on ``texts``.
 
-    It has the split pattern and the special tokens of glm-4v.
+    The tokenizer has the split pattern and the special tokens of glm-4v.
 
     Args:
         texts: Training texts of the BPE.
@@ -95,8 +95,8 @@ def tiny_config(
     Args:
         tokenizer: Determines the vocabulary size and the special tokens.
         image_side: Width and height of images, in pixels.
-        language, tower: Fields of the config and of its ``vision_config`` that override the tiny
-            model's.
+        language: Fields of the config that override the tiny model's.
+        tower: Fields of its ``vision_config`` that override the tiny model's.
     """
     vision = {
         "hidden_size": 96,
@@ -106,7 +106,8 @@ def tiny_config(
         "patch_size": PATCH_SIDE,
         "image_size": image_side,
         "num_positions": (image_side // PATCH_SIDE) ** 2 + 1,
-        # The published value, 8, fits the image embeddings of a trained tower; new ones are small.
+        # 1, because an untrained tower's image embeddings are small. The published value, 8, is for
+        # those of the trained tower.
         "scaling_factor": 1,
     }
     fields = {

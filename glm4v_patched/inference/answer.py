@@ -35,11 +35,11 @@ def answer_file(options: AnswerOptions, out: Path, overwrite: bool = False) -> l
 
     Args:
         out: JSONL file, one line per row.
-        overwrite: Replace ``out``, once the first new answer is there.
+        overwrite: Replace ``out``, as soon as the first new answer is generated.
 
     Raises:
-        ValueError: The model, the data, an image or ``out`` cannot be used. Raised before a model
-            is loaded.
+        ValueError: The model, the data, an image or ``out`` cannot be used. This is checked before
+            the model is loaded.
         RuntimeError: Answering failed. The answers so far are in ``out``.
     """
     base = options.find()
@@ -103,7 +103,7 @@ def _answer_missing(
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
-    """Yield the answers to questions, show a progress bar over ``total`` rows, print the speed."""
+    """Yield the answers, with a progress bar over ``total`` rows; print the speed at the end."""
     from tqdm import tqdm
 
     start, first_answer_s = time.monotonic(), 0.0
@@ -131,9 +131,9 @@ def answer_settings(
     questions: Sequence[Question],
     images: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return model, data and options that determine the answers.
+    """Return the identity of the model, the digest of the data and the generation options.
 
-    Batch size and number of processes are left out, because they affect only rounding.
+    Batch size and number of processes are left out, because they change answers only by rounding.
 
     Args:
         images: sha256 of each image file, by path.
@@ -146,7 +146,7 @@ def answer_settings(
 def generate_answers(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Yield each question with its answer, in order; start worker processes if more than one."""
+    """Yield each question with its answer, in order, from this process or several workers."""
     from .answer_worker import Answer, answer_batches, split_into_batches
 
     placement = options.placement()
@@ -170,18 +170,18 @@ def _answer_in_processes(
 ) -> Generator[list[Any], None, None]:
     """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
     command = python_module_command("glm4v_patched.inference.answer_worker")
-    # In a session of their own, so that only this process receives Ctrl-C.
+    # start_new_session, so that only this process receives Ctrl-C.
     pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
     processes: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
     try:
         for number, process in enumerate(processes):
-            with suppress(OSError):  # the process has ended; reading its reply reports that
+            with suppress(OSError):  # a worker that has ended is reported where its reply is read
                 pickle.dump((options, base, batches[number :: len(processes)]), process.stdin)
-                process.stdin.flush()  # not closed: the worker ends when its stdin does
+                process.stdin.flush()  # stays open, because the worker ends when stdin is closed
         for batch, process in zip(batches, cycle(processes), strict=False):
             try:
                 reply = pickle.load(process.stdout)
-            except (EOFError, pickle.UnpicklingError):  # ended before or within a reply
+            except (EOFError, pickle.UnpicklingError):  # the worker ended before or within a reply
                 raise RuntimeError(
                     f"the process that answered rows {[question.row for question in batch]} ended "
                     f"with status {process.wait()}. If the system killed it because memory ran "
@@ -193,7 +193,7 @@ def _answer_in_processes(
     finally:
         for process in processes:
             process.kill()
-            with suppress(OSError):  # buffered input can no longer be written
+            with suppress(OSError):  # communicate flushes stdin, which the worker no longer reads
                 process.communicate()
 
 

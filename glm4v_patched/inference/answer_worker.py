@@ -1,8 +1,8 @@
 """Answer batches of questions with a loaded model.
 
-``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`, on the
-one GPU that it sees. It reads pickled options and all of its batches from stdin, writes the answers
-to each batch to stdout, and ends when its stdin is closed.
+``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`. It uses
+the single GPU that it sees, reads pickled options and all of its batches from stdin, writes the
+pickled answers to each batch to stdout, and ends when its stdin is closed.
 """
 
 import os
@@ -25,11 +25,11 @@ from .decoding.static_cache import StaticCaches, choose_cache
 from .nonfinite import NonFiniteLogits, RequireFiniteLogits, describe_cause
 from .questions import AnswerOptions, Generation, ModelOptions, Question
 
-# Lengths of static caches are multiples of this number, so that turns of a conversation and batches
-# of different lengths share one cache.
+# Lengths of static caches, in tokens, are multiples of this number, so that turns of a conversation
+# and batches of different lengths share one cache.
 CACHE_LENGTH_STEP = 1024
 MAX_READERS = 4
-"""Threads that read images; Pillow and torch release the GIL while they do."""
+"""Maximum number of threads that read images; Pillow and torch release the GIL meanwhile."""
 
 
 class Answer(NamedTuple):
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class AnswerStreamer(TextStreamer):
-    """Pass on an answer's text as it is generated, without leading white space."""
+    """Calls ``on_text`` with an answer's text as it is generated, without leading white space."""
 
     def __init__(self, tokenizer, on_text: Callable[[str], object]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -53,11 +53,10 @@ class AnswerStreamer(TextStreamer):
 
 
 class Answerer:
-    """Answer questions with one model.
+    """A loaded model that answers questions.
 
-    A static cache decodes without synchronizing the host with the device
-    (:func:`.decoding.loop.decode_without_sync`), on a GPU with one CUDA graph per batch size. Beam
-    search always uses a dynamic cache.
+    With a static KV cache, :func:`.decoding.loop.decode_without_sync` decodes, on a GPU as a CUDA
+    graph. Beam search always uses a dynamic cache.
     """
 
     def __init__(
@@ -70,8 +69,9 @@ class Answerer:
         """
         Args:
             cache: "static" or "dynamic".
-            check_finite: Whether NaN or infinite logits raise with a dynamic cache, too. Must be
-                False if processes gather sharded weights, because one that stops blocks the others.
+            check_finite: Whether NaN or infinite logits raise an error with a dynamic cache, as
+                they always do with a static one. Must be False if processes gather sharded weights:
+                a process that stops with an error would block the others.
         """
         self.model, self.processor = loaded
         self.generation, self.check_finite = generation, check_finite
@@ -94,9 +94,9 @@ class Answerer:
 
         Args:
             prompts: Lists of messages, or texts to continue.
-            first_row: Number of the batch's first row. Together with the seed it determines what is
-                sampled, whatever batches came before.
-            streamer: Receives the tokens of a single prompt's answer as they are generated.
+            first_row: Number of the batch's first row. It and the seed initialize the random
+                generator, so sampling does not depend on the batches before.
+            streamer: Receives tokens as they are generated; only for a single prompt.
         """
         return self.answer_encoded(self.encode(prompts), first_row, streamer)
 
@@ -121,7 +121,7 @@ class Answerer:
         streamer: "AnswerStreamer | None" = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return the generated tokens of each sequence, ``(B, R)`` int64.
+        """Return the generated tokens of each sequence, ``(B, new_tokens)`` int64.
 
         Args:
             first_row, streamer: See :meth:`answer`.
@@ -131,18 +131,18 @@ class Answerer:
             NonFiniteLogits: The model computes NaN or infinite logits.
             RuntimeError: The GPU's memory is too small.
         """
-        # Replaced as a whole, so that options in the model's folder have no effect.
+        # Replaces the whole config, so that options in the model's folder have no effect.
         self.model.generation_config = GenerationConfig(
             **generation.to_kwargs(),
             eos_token_id=self.end_ids,
             pad_token_id=self.model.config.pad_token_id,
         )
         if generation.do_sample:
-            # The modulo keeps every seed within torch's range.
+            # The factor separates the rows of different seeds; the modulo keeps torch's range.
             torch.manual_seed((generation.seed * 1_000_003 + first_row) % 2**64)
         batch_size, length = batch["input_ids"].shape
         try:
-            # Not inference_mode, in which ZeRO-3 would gather weights that cannot be trained again.
+            # no_grad: weights that ZeRO-3 gathers in inference_mode cannot be trained again.
             with torch.no_grad():
                 if self.caches is not None:
                     max_length = length + generation.max_new_tokens
@@ -168,14 +168,15 @@ class Answerer:
         return self.to_device(encode(self.processor, prompts))
 
     def to_device(self, batch):
-        """Copy a batch to the model's device, images in its dtype, while the GPU computes.
+        """Copy a batch to the model's device, and images to the model's dtype.
 
-        Call this in a thread of its own, because it waits for the copy. Keep a batch until it has
-        been answered: a later copy may reuse the memory of a freed one.
+        Waits for the copy, so call this in another thread than the one that answers. Keep the
+        returned batch until it has been answered: a later copy may reuse its memory once it is
+        freed.
         """
         if self.copy_stream is None:
             return batch.to(self.model.device)
-        # In another stream, because copies in the current one would wait for its kernels.
+        # In a separate stream, because copies in the current one would wait for its kernels.
         with torch.cuda.stream(self.copy_stream):
             if (pixels := batch.get("pixel_values")) is not None:
                 batch["pixel_values"] = pixels.to(self.model.device, self.model.dtype)
@@ -187,7 +188,11 @@ class Answerer:
 def load_answerer(
     options: ModelOptions, base: ModelSource, generation: Generation, verbose: bool = True
 ) -> Answerer:
-    """Load the model that ``options.find()`` has returned as ``base``."""
+    """Load a model.
+
+    Args:
+        base: The model's files, from ``options.find()``.
+    """
     loaded = loading.load_with_processor(base, options.device, options.weights, verbose)
     cache = choose_cache(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
@@ -204,7 +209,7 @@ def encode(processor, prompts: Sequence[Any]) -> Any:
 
 
 def count_positions(processor, prompts: Sequence[Any]) -> list[int]:
-    """Return how many position ids each prompt takes, 3 per image; opens no image."""
+    """Return the number of position ids of each prompt, with 3 for each image; opens no image."""
     if isinstance(prompts[0], str):
         return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
     unexpanded = processor.tokenizer.apply_chat_template(
@@ -224,12 +229,12 @@ def answer_batches(
 ) -> Generator[list[Answer], None, None]:
     """Load a model and yield the answers to each batch.
 
-    Threads read the images of the next batches, from the loading of the model on, and copy the next
-    batch to the GPU while the current one is answered.
+    Threads read the images of the first batches while the model loads. While a batch is answered,
+    they read the images of later batches and copy the next batch to the GPU.
     """
-    processor, unread = load_processor(base), iter(batches)
+    processor, unread = load_processor(base), iter(batches)  # unread: batches not yet submitted
     num_readers = min(MAX_READERS, max((os.cpu_count() or 1) - 1, 1))
-    being_read: deque = deque()
+    being_read: deque = deque()  # row numbers of a batch, and the future of its inputs on the host
     readers = ThreadPoolExecutor(num_readers)
 
     def start_reading(next_batches: Iterable[Sequence[Question]]) -> None:
@@ -242,7 +247,7 @@ def answer_batches(
         answerer = load_answerer(options, base, options.generation, verbose)
 
         def start_copying() -> tuple[list[int], Future] | None:
-            """Return the next batch's row numbers and its inputs, on their way to the device."""
+            """Return the next batch's row numbers, and a future of its inputs on the device."""
             if not being_read:
                 return None
             rows, inputs = being_read.popleft()
@@ -290,7 +295,7 @@ def split_into_batches(questions: Sequence[Question], size: int) -> Iterator[Seq
 
 def run_worker() -> None:
     """Answer the batches on standard input and write each batch's answers to standard output."""
-    # Keep what libraries print to sys.stdout out of the pipe to the parent process.
+    # sys.stdout is the pipe to the parent process; send what libraries print to stderr instead.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
     options, base, batches = pickle.load(sys.stdin.buffer)
     exit_when_stdin_closes()

@@ -1,7 +1,7 @@
-"""The file of answers: written line by line, and continued where an earlier run stopped.
+"""The file of answers, which is written line by line and continued where an earlier run stopped.
 
-An existing file is replaced only with ``--overwrite``, when the first new answer is written. Beside
-it, ``NAME.settings.json`` records the model, data and options of its answers. Needs no torch.
+Only ``--overwrite`` replaces an existing file, when the first new answer is written. Beside the
+file, ``NAME.settings.json`` records the model, data and options of its answers. Needs no torch.
 """
 
 import json
@@ -31,7 +31,7 @@ class AnswerLine(NamedTuple):
     finish_reason: str
 
     def to_json(self) -> str:
-        """Return the line, with the question, so that the file can be read without the data."""
+        """Return the line, which has the question, too, so that readers do not need the data."""
         row, prompt, reference, swapped = self.question
         values = {"row": row, "question": text_of(prompt[-1]), "images": images_of(prompt)}
         values |= {"answer": self.answer, "finish_reason": self.finish_reason}
@@ -56,8 +56,8 @@ def open_answers(
         path: A missing parent folder is created.
         questions: The questions that the file will answer.
         settings: Model, data and options that determine the answers; messages use these names.
-        data: DataSource of the questions; ``path`` may be neither its file nor one of its images.
-        overwrite: Replace an existing file, at the first answer.
+        data: Source of the questions; ``path`` may be neither its file nor one of its images.
+        overwrite: Replace an existing file when the first answer is written.
 
     Raises:
         ValueError: The file has answers of other settings, is part of the data, or is being written
@@ -82,7 +82,7 @@ def open_answers(
             ) from None
         answers = AnswersFile(path, file, questions, settings, overwrite)
         if not overwrite:
-            # Again, under the lock: another process may have written answers meanwhile.
+            # Checked again under the lock, because another process may have written answers.
             require_same_answer_settings(path, settings)
             answers.read()
         yield answers
@@ -139,7 +139,7 @@ class AnswersFile:
         self.lines: dict[tuple[int, bool], AnswerLine] = {}
 
     def read(self) -> None:
-        """Read the existing lines; an incomplete last line is removed."""
+        """Read the existing lines, and remove an incomplete last line from the file."""
         unanswered = {(question.row, question.swapped): question for question in self.questions}
         self.file.seek(0)
         line_start = 0

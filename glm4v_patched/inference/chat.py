@@ -21,9 +21,10 @@ HELP = """\
 
 
 def chat(options: Namespace) -> None:
-    """Read questions from standard input, one per line, and print the answers as they come.
+    """Read questions from standard input, one per line, and stream the answers to standard output.
 
-    At a terminal, an error is printed and the conversation goes on. Otherwise the error is raised.
+    If standard input is a terminal, errors are printed and the conversation goes on. Otherwise they
+    are raised.
     """
     for value, name in ((options.other, "a second model"), (options.port, "--port")):
         if value is not None:
@@ -111,7 +112,7 @@ class Chat:
         return True
 
     def ask(self, text: str) -> None:
-        """Answer a question about the images that were given since the previous one."""
+        """Answer a question about the images that were added since the previous question."""
         from .answer_worker import AnswerStreamer, count_positions
 
         prompt = [*self.messages, make_user_message(text, self.images)]

@@ -12,7 +12,7 @@ from .serving.limits import ServerLimits
 
 MODEL_HELP = "a folder of a model or of LoRA adapters, or an id on the Hub"
 STREAMING_OPTIONS = [field.name for field in fields(Generation) if field.name != "num_beams"]
-"""Generation options where answers are streamed: beam search cannot be."""
+"""Generation options of commands that stream answers, which beam search cannot do."""
 
 
 def add_commands(commands) -> None:

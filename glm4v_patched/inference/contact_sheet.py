@@ -1,4 +1,4 @@
-"""The contact sheet: a PNG of images with question, answer and reference, to look at."""
+"""The contact sheet: a PNG of images with their question, answer and reference, for people."""
 
 import math
 import textwrap
@@ -18,7 +18,7 @@ from .questions import Question, evenly_spaced
 from .scoring import exact_match
 
 SHEET_COLUMNS, MAX_CELLS = 4, 24
-# In pixels, except DPI. CELL_CHARACTERS letters of the monospaced font fill a cell's width.
+# In pixels, except DPI. CELL_CHARACTERS is how many monospaced letters fill a cell's width.
 CELL_WIDTH, IMAGES_HEIGHT, MARGIN, LINE_HEIGHT, DPI = 280, 150, 10, 18, 100
 FONT, FONT_POINTS, CELL_CHARACTERS = "DejaVu Sans Mono", 8, 38  # ships with matplotlib
 MAX_LINES = 4  # of a question or an answer
@@ -35,9 +35,10 @@ def draw_sheet(
 ) -> None:
     """Draw up to 24 rows, evenly spaced; rows whose answer is not the reference come first.
 
-    Each cell has the images in their own shape, row number, file names, question and answer: green
-    if it equals the reference, otherwise red with the reference below. A character that no
-    installed font has becomes a square, and the sheet's first lines name it.
+    Each cell has the images in their own aspect ratio, the row number, file names, question and
+    answer. The answer is green if it equals the reference; otherwise it is red, with the reference
+    below it. Characters that no installed font has become squares, and the sheet's first lines name
+    them.
 
     Args:
         path: PNG file to write.
@@ -52,8 +53,8 @@ def draw_sheet(
     title = f"{len(right):,} of {len(triples):,} answers equal the reference"
     if len(cells) < len(triples):
         title += f"; {len(cells)} rows are shown, wrong answers first"
-    # In a thread, because matplotlib's font parser keeps caught errors, and their tracebacks would
-    # keep the frames of our callers alive. In training, these frames hold the model.
+    # Drawn in a thread: matplotlib's font parser keeps caught errors, whose tracebacks would keep
+    # the frames of our callers alive. In training, these frames hold the model.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_draw_file, title, cells, path).result()
 
@@ -123,7 +124,7 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
     own = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
     missing = {c for c in text if not c.isspace() and not _is_invisible(c) and ord(c) not in own}
     families = [FONT]
-    # LastResort, which ships with matplotlib, has a box for every character.
+    # Skip LastResort, which ships with matplotlib and has only a box for every character.
     others = (font for font in fontManager.ttflist if "LastResort" not in font.fname)
     for font in sorted(others, key=lambda font: ("DejaVu" not in font.name, font.name)):
         if not missing:

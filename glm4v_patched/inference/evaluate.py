@@ -28,13 +28,13 @@ def evaluate(
     """Answer every row with its own images and with another row's, and score the answers.
 
     Args:
-        out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``. Answers there, of
-            the same model, data and options, are reused. None writes nothing.
+        out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``; None writes none.
+            Answers in the folder are reused if model, data and options are the same.
         metric: ``FILE.py:FUNCTION``, computed in addition to :data:`METRICS`.
 
     Returns:
-        The content of ``metrics.json``: the mean of each metric, and under ``NAME_swapped`` the
-        mean with other images, which is None if no row has images to swap.
+        The content of ``metrics.json``. The key of each metric's mean is its name; the key of the
+        mean with swapped images is ``NAME_swapped``, with None if no row has images to swap.
 
     Raises:
         ValueError, RuntimeError: See :func:`answer.answer_file`. ValueError also if a row has no
@@ -47,7 +47,7 @@ def evaluate(
         _require_own_folder(out, overwrite)
     questions = read_questions(options.data, with_reference=True)
     reference = questions[0].reference or ""
-    for name, function in metrics.items():  # try each once, before the model is loaded
+    for name, function in metrics.items():  # an error of a metric is raised before the model loads
         mean_score(name, function, [(reference, reference)])
     digests = digest_image_files(questions)
     all_questions = [*questions, *swap_images(questions, digests)]

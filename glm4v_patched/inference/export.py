@@ -1,6 +1,6 @@
-"""Quantize a model with llm-compressor, calibrated with rows of data, for other programs.
+"""Quantize a model for other programs, with llm-compressor, which calibrates on rows of data.
 
-Packages, rows, disk and memory are checked before a weight is read.
+Packages, rows, disk and memory are checked before any weight is read.
 """
 
 import gc
@@ -37,7 +37,7 @@ from .merge import (
 )
 from .questions import AnswerOptions, evenly_spaced, read_questions
 
-# Only one minor version, because layer_by_layer also uses private names.
+# Only one minor version, because layer_by_layer also uses private names of llm-compressor.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
 UNQUANTIZED_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
 
@@ -48,7 +48,7 @@ class ExportFormat(NamedTuple):
     Args:
         scheme: Name of a preset scheme of compressed-tensors.
         bits: Bits per weight.
-        quantizes_tower: Whether the vision tower's layers are quantized, too.
+        quantizes_tower: Whether to quantize the vision tower as well as the language model.
     """
 
     scheme: str
@@ -73,7 +73,7 @@ EXPORT_FORMATS = {
 class ExportReport(NamedTuple):
     """The result of an export.
 
-    ``before`` and ``after`` are what :func:`evaluate.evaluate` returns, None without its rows.
+    ``before`` and ``after`` are reports of :func:`evaluate.evaluate`, or None without evaluation.
     """
 
     format: str
@@ -109,8 +109,9 @@ def export(
     Args:
         model: Folder of a model or of adapters, or an id on the Hub.
         format: One of :data:`EXPORT_FORMATS`.
-        calibration: Rows that end with an answer; ``rows`` of them are used, evenly spaced.
-        evaluation: Rows to evaluate before and after; its ``model`` is ignored.
+        calibration: Rows that end with an answer.
+        rows: How many rows of ``calibration`` are used, evenly spaced.
+        evaluation: Options to evaluate both models with; their ``model`` is ignored.
         device: "cuda" or "cpu".
 
     Raises:
@@ -187,7 +188,7 @@ def export(
 
 def require_compressor() -> None:
     """Raise ``RuntimeError`` unless a supported llm-compressor is installed, with a transformers
-    that it supports."""
+    version that llm-compressor supports."""
     cure = pip_install("glm4v-patched[export]")
     try:
         compressor_version = version(COMPRESSOR.name)
@@ -215,10 +216,10 @@ def estimate_needs(
     processor: Any,
     conversations: Sequence[list[dict]],
 ) -> tuple[float, float]:
-    """Return the bytes that an export writes to disk and the peak of its memory in bytes.
+    """Return the size of the quantized model on disk and the export's peak memory, both in bytes.
 
     Args:
-        weights: Bytes of the unquantized weights.
+        weights: Size of the unquantized weights in bytes.
         conversations: Messages to calibrate with; their lengths determine the activations.
     """
     import torch
@@ -230,9 +231,10 @@ def estimate_needs(
     config = load_model_config(base)
     with torch.device("meta"):
         transformer = GLM4VForCausalLM(config).transformer
-    stacks = [transformer.encoder.layers]
+    stacks = [transformer.encoder.layers]  # the lists of layers to quantize
     if format.quantizes_tower:
         stacks.append(transformer.vision.transformer.layers)
+    # The linear modules of each stack's first layer; all layers of a stack are alike.
     linears = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
     bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
     num_quantized = sum(
@@ -242,12 +244,12 @@ def estimate_needs(
     )
     # At most one 2-byte scale for each group of 128 weights.
     disk_bytes = weights - num_quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
-    # GPTQ's fp32 Hessians of one layer; inverting the largest takes three copies of it.
+    # GPTQ keeps the fp32 Hessians of one layer; inverting the largest takes three copies of it.
     hessians = [[4 * linear.in_features**2 for linear in of_layer] for of_layer in linears]
     gptq_bytes = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision
-    # The inputs of one layer for all rows, of the language model or of the tower.
+    # Elements of one layer's inputs for all rows, in the language model and in the tower.
     activations = [sum(size.tokens for size in sizes) * config.hidden_size]
     if format.quantizes_tower:
         num_images = sum(size.num_images for size in sizes)

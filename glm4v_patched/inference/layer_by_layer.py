@@ -34,12 +34,12 @@ MAX_SHARD_SIZE = "5GB"
 
 
 class _LayerReached(Exception):
-    """Stops a forward pass at the layer whose inputs are captured."""
+    """Raised to end a forward pass at the layer whose inputs are captured."""
 
 
 @CalibrationPipeline.register(PIPELINE_NAME)
 class LayerByLayer(CalibrationPipeline):
-    """Calibrate and quantize each layer on the outputs of the quantized layers before it."""
+    """A pipeline that calibrates each layer on the outputs of the quantized layers before it."""
 
     @staticmethod
     def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:

@@ -1,7 +1,8 @@
 """Merge LoRA adapters into the weights of their base model.
 
-The model's files of weights are read, changed and written one after the other, so that only one of
-them is in memory. The arithmetic is peft's. Checks that need no torch run before its import.
+The base model's weight files are read, changed and written one after the other, so that only one
+is in memory. peft computes the merged weights. Checks that need no torch run before torch is
+imported.
 """
 
 import json
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 # Copied from the base model; save_pretrained of our classes writes the others.
 COPIED_FILES = [GENERATION_CONFIG, "LICENSE*", "MODEL_LICENSE*"]
-PEFT_PREFIX = "base_model.model."  # in front of the names of a peft model's modules
+PEFT_PREFIX = "base_model.model."  # begins the names of a peft model's modules
 # Fields of peft's LoraConfig that the merge handles, or that do not affect the weights.
 MERGEABLE_FIELDS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
 MERGEABLE_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
@@ -47,11 +48,11 @@ MERGEABLE_FIELDS |= {
     "megatron_core",
     "runtime_config",
 }
-MERGEABLE_FIELDS |= {"qalora_group_size"}  # only read with use_qalora
-# Values of other fields that change no weight, besides null, false and empty ones.
+MERGEABLE_FIELDS |= {"qalora_group_size"}  # peft reads it only with use_qalora
+# Values of other fields that change no weight; null, false and empty values never do.
 NEUTRAL_FIELD_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
-# Largest error of a merged layer's output relative to its root mean square, by the dtype that the
-# weight is rounded to.
+# Largest RMS error of a merged layer's output relative to the output's RMS, by the dtype that the
+# merged weight is rounded to.
 MERGE_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 
@@ -119,7 +120,7 @@ def require_mergeable(base: ModelSource, out: Path) -> None:
 def fetch_weights(base: ModelSource) -> Path:
     """Return the folder of the base model's weights, downloaded if the model is on the Hub.
 
-    Raises ``ValueError`` if it has no safetensors, or a link leads out of it.
+    Raises ``ValueError`` if the folder has no safetensors, or a link leads out of it.
     """
     folder = Path(base.model)
     if not folder.is_dir():
@@ -142,7 +143,7 @@ def fetch_weights(base: ModelSource) -> Path:
 
 def files_to_copy(folder: Path) -> list[Path]:
     """Return the files of a model's folder that match :data:`COPIED_FILES`."""
-    # Not glob(), which skips dangling links: these must be an error.
+    # glob() would skip dangling links, which must raise an error.
     return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in COPIED_FILES))
 
 
@@ -254,8 +255,8 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            # peft creates adapters with the weight's device and dtype: fp32 on the CPU, of one
-            # expanded element.
+            # fp32 on the CPU, because peft creates adapters with the weight's device and dtype. A
+            # single expanded element takes no memory.
             placeholder = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
@@ -298,7 +299,7 @@ def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
     assert base_layer.weight.shape == weight.shape, (name, base_layer.weight.shape, weight.shape)
     placeholder, bias = base_layer.weight, base_layer.bias
     base_layer.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
-    base_layer.bias = None  # LoRA does not change it
+    base_layer.bias = None  # LoRA does not change the bias
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = layer(x)

@@ -1,6 +1,6 @@
-"""Refuse to answer from NaN or infinite logits, and find the cause.
+"""Refuse to answer from NaN or infinite logits, and find their cause.
 
-As long as logits are finite, the search costs nothing: it reads no weight and sets no hook.
+Weights are read and hooks are set only after non-finite logits, so the search costs nothing before.
 """
 
 from collections.abc import Iterator
@@ -12,21 +12,23 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 PEFT_PREFIX = "base_model.model."  # in front of the names of a peft model's modules
-MAX_USUAL_SCALING = 100  # of a LoRA adapter: lora_alpha / r
-CHUNK_ROWS = 4096  # of a weight, converted to fp32 at once
+MAX_USUAL_SCALING = 100  # a LoRA adapter's lora_alpha / r; errors mention larger values
+CHUNK_ROWS = 4096  # rows of a weight that are converted to fp32 at once
 NONFINITE_LOGITS = "the logits are NaN or infinite"
 
 
 class NonFiniteLogits(RuntimeError):
-    """The logits are NaN or infinite, so there is no answer; the message is a single line."""
+    """Raised because logits are NaN or infinite; the message is a single line."""
 
     def __init__(self, message: str = NONFINITE_LOGITS):
         super().__init__(message)
 
 
 class RequireFiniteLogits(LogitsProcessor):
-    """Raise :class:`NonFiniteLogits` in transformers' own loop, which synchronizes after each token
-    anyway."""
+    """A logits processor that raises :class:`NonFiniteLogits`.
+
+    It synchronizes with the device, as transformers' own loop does after each token anyway.
+    """
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         require_all_finite(has_finite_logits(scores))
@@ -36,7 +38,7 @@ class RequireFiniteLogits(LogitsProcessor):
 def has_finite_logits(logits_BV: Tensor) -> Tensor:
     """Return whether each sequence's logits are finite, ``(B,)`` bool.
 
-    Minus infinity, which excludes a token, is allowed beside finite numbers.
+    A sequence may have logits of minus infinity, which exclude tokens, beside finite ones.
     """
     return logits_BV.amax(-1).isfinite()
 
@@ -56,7 +58,7 @@ def require_finite_logits(model: Any, batch: Any) -> None:
 
 
 def describe_cause(model: Any, batch: Any) -> str:
-    """Return on one line what is NaN or infinite first: a weight, an input, or a layer's output."""
+    """Return a line that names the first non-finite weight, else input, else layer output."""
     if name := _nonfinite_weight(model):
         return (
             f"{NONFINITE_LOGITS}, because the weight {name} is. Either its file is damaged or the "

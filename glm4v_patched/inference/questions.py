@@ -1,4 +1,4 @@
-"""The questions of a data file, and the options of how they are answered; needs no torch."""
+"""The questions of a data file, and the options for answering them; needs no torch."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ from ..paths import require_apart
 # Below this temperature, fp32 logits overflow to infinity and no token can be sampled.
 MIN_TEMPERATURE = 1e-3
 MIN_PENALTY, MAX_PENALTY = 1e-2, 1e2
-# static: a KV cache of fixed size, for CUDA graphs on a GPU; auto: static on a GPU, if the weights
-# allow CUDA graphs.
+# Values of --cache. static: a KV cache of fixed size, with CUDA graphs on a GPU. auto: static on a
+# GPU if the weights' format allows CUDA graphs, otherwise dynamic.
 CACHES = ("auto", "static", "dynamic")
 
 
@@ -45,7 +45,7 @@ class Question(NamedTuple):
 
 
 def _check_range(low: float, high: float, expected: str) -> Callable[[float], str | None]:
-    """Return an option's check, which returns ``expected`` for NaN and values out of range."""
+    """Return a check that returns None for a value in range, and ``expected`` otherwise."""
     return lambda value: None if low <= value <= high else expected
 
 
@@ -60,7 +60,7 @@ CHECK_PENALTY = _check_range(MIN_PENALTY, MAX_PENALTY, "a number from 0.01 to 10
 class Generation:
     """Generation options, with transformers' names.
 
-    Greedy, unless temperature, top_p or top_k is set.
+    Decoding is greedy, unless temperature, top_p or top_k is set.
     """
 
     max_new_tokens: int = option(512, "tokens of the longest answer", metavar="N", at_least=1)
@@ -188,7 +188,7 @@ def evenly_spaced(items: Sequence[Any], max_items: int) -> list[Any]:
 
 
 def make_question(row: int, messages: list[dict]) -> Question:
-    """Split a conversation into prompt and, if it ends with the assistant, reference."""
+    """Split a conversation into a prompt and, if it ends with an answer, that as the reference."""
     *prompt, last = messages
     if last["role"] != "assistant":
         return Question(row, drop_train_flags(messages))

@@ -44,8 +44,8 @@ METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
 def load_metric(text: str) -> tuple[str, Metric]:
     """Return name and function of a user's metric, ``FILE.py:FUNCTION``.
 
-    The function takes an answer and a reference, and returns a number. Raises ``ValueError`` if it
-    cannot be loaded.
+    The function takes an answer and a reference, and returns a number. Raises ``ValueError`` if the
+    function cannot be loaded.
     """
     file, _, name = text.rpartition(":")
     path, expected = Path(file), "expected FILE.py:FUNCTION, where FILE.py exists"
@@ -54,7 +54,7 @@ def load_metric(text: str) -> tuple[str, Metric]:
     if name in METRICS:
         raise ValueError(f"--metric {text}: {name} is a built-in metric; give yours another name")
     folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)  # as for a script: it may import files beside it
+    sys.path.insert(0, folder)  # as for a script, so that the file may import others beside it
     try:
         function: Any = runpy.run_path(str(path)).get(name)
     except Exception as error:
@@ -86,11 +86,10 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
 
 
 def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
-    """Return questions with all of their images replaced by those of another row.
+    """Return questions with all of their images replaced by those of another row, the partner.
 
-    The other row has a different reference and equally many images, none of them the same. A row
-    with the same question text is preferred. Rows without images, or without such a partner, are
-    left out.
+    A partner has another reference and equally many images, all of them different. Partners with
+    the same question text are preferred. Rows without images or without a partner are left out.
 
     Args:
         digests: sha256 of image files by path; equal digests are the same image.
@@ -116,11 +115,11 @@ def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> li
 def _find_partners(
     questions: Sequence[Question], digests: Mapping[str, str]
 ) -> dict[int, Question]:
-    """Return by row number a question with another reference and none of the row's images."""
-    # Shuffled: in a file sorted by answers, neighbors have the same reference.
+    """Return for row numbers a question with another reference and none of the row's images."""
+    # Shuffled, because neighbors in a file that is sorted by answers have the same reference.
     rows = random.Random(0).sample(questions, len(questions))
     images = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
-    # Skip runs of equal values: trying each row would take minutes where one answer is rare.
+    # The search skips runs of equal values: trying each row takes minutes if one answer is rare.
     next_reference = _steps_to_next_different([row.reference for row in rows])
     next_images = _steps_to_next_different(images)
     partners: dict[int, Question] = {}
@@ -141,9 +140,9 @@ def _find_partners(
 
 
 def _steps_to_next_different(values: Sequence[Any]) -> list[int]:
-    """Return for each value the steps, cyclically, to the next value that differs.
+    """Return for each value how many steps away the next different value is, cyclically.
 
-    If all values are equal, the steps are the number of values.
+    If all values are equal, each result is the number of values.
     """
     size = len(values)
     steps = [size] * size

@@ -24,14 +24,17 @@ from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 
 class MultiImageInfo(glm4v.GLM4VProcessingInfo):
-    """Allow as many images in a prompt as fit; vLLM's class allows one."""
+    """Processing info without a limit of images in a prompt; vLLM's class allows one."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
 
 class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
-    """Accept token ids from this package's processor, with expanded images, as TRL passes them."""
+    """A multimodal processor that also accepts token ids whose images are expanded already.
+
+    This package's processor expands them, and TRL passes its token ids to vLLM.
+    """
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         num_inner = self.info.get_num_image_tokens()
@@ -39,7 +42,7 @@ class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
 
 
 class RefuseTowerAdapters(WeightsMapper):
-    """Map weight names as vLLM does; refuse tower adapters, which vLLM would load but not apply."""
+    """vLLM's weight mapper, but it refuses tower adapters, which vLLM would load and not apply."""
 
     def _map_name(self, key: str) -> str | None:
         if key.startswith("transformer.vision.") and ".lora_" in key:
@@ -65,7 +68,7 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
     hf_to_vllm_mapper = _refusing(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        # Set by SharedPositions, in this process or in the one that sent the config.
+        # SharedPositions has set this, in this process or in the one that sent the config.
         assert vllm_config.model_config.uses_mrope, "vLLM would not ask the model for positions"
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
@@ -94,9 +97,9 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits ``(N, V)``, -inf for ids that this package's ``generate`` excludes, too.
+        """Return logits ``(N, V)``, with -inf for :func:`.vllm_plugin.never_generated_ids`.
 
-        None in a process that gathers no logits.
+        Returns None in a process that gathers no logits.
         """
         logits = super().compute_logits(hidden_states)
         if logits is not None:

@@ -1,13 +1,13 @@
 """A vLLM plug-in that gives glm-4v its image positions; vLLM finds it by its entry point.
 
 vLLM's own class gives each token of an image a position of its own. In the published model, and in
-all that are trained from it, the tokens between an image's begin and end share one position.
-Without this plug-in, the positions of text after an image are too large by the number of its inner
-tokens minus one.
+models trained from it, the inner tokens of an image (between its begin and end token) share one
+position. Without this plug-in, an image with ``n`` inner tokens makes the positions of the text
+after it too large by ``n - 1``.
 
-vLLM calls :func:`register` in each of its processes, whatever model it serves. Therefore nothing
-here imports vLLM's models before a glm-4v is served, and an incompatible vLLM is an error for
-glm-4v only.
+vLLM calls :func:`register` in each of its processes, whatever model it serves. So this module
+imports vLLM's models only when a glm-4v is served, and an incompatible vLLM is an error for glm-4v
+only.
 """
 
 import importlib
@@ -29,11 +29,12 @@ ARCHITECTURE = "GLM4VForCausalLM"
 MODEL_CLASS = f"glm4v_patched.inference.vllm_model:{ARCHITECTURE}"
 # Tests ran with the last vLLM for torch 2.11 (0.26.0), for 2.13 (0.32.0) and for 2.14 (0.33.0).
 OLDEST_VLLM, NEWEST_VLLM = "0.26.0", "0.33.0"
-# A child of vLLM's logger, so that its lines appear among vLLM's.
+# A child of vLLM's logger, so that this plug-in's lines appear among vLLM's.
 logger = logging.getLogger("vllm.glm4v_patched")
 
 
-# vLLM's names that the plug-in uses, by module, with the parameters that each must have.
+# vLLM's names that the plug-in uses, by module, each with the parameters that it must have; None:
+# the parameters are not compared.
 _USED_NAMES: dict[str, dict[str, str | None]] = {
     "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": None},
     "vllm.transformers_utils.config": {"uses_mrope": "config"},
@@ -81,8 +82,9 @@ class SharedPositions:
                 "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
-        # The model class computes RoPE from its own settings; this only declares custom positions.
-        # All rotary pairs (half of a head's) belong to the first of the three rows.
+        # This only declares custom positions; the model class computes RoPE from its own settings.
+        # M-RoPE has three rows of positions. All rotary pairs use the first: kv_channels / 4 pairs,
+        # because RoPE rotates half of a head.
         section = [config.kv_channels // 4, 0, 0]
         parameters = getattr(config, "rope_parameters", None) or {}
         config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
@@ -107,8 +109,8 @@ TOWER_ADAPTERS_MESSAGE = (
 def check_vllm() -> None:
     """Raise ``RuntimeError`` if this vLLM is incompatible.
 
-    The message has all names that are missing or take other parameters, vLLM's version and the
-    cure.
+    The message has vLLM's version, all names that are missing or take other parameters, and a
+    command that installs a compatible version.
     """
     import vllm
 
@@ -171,14 +173,16 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0
     for begin, count in images:
-        # Only begin, first inner token and end have a new position; other inner tokens share one.
+        # Begin, first inner token and end advance the position; the other inner tokens do not.
         steps[begin + 2 : begin + count - 1] = 0
     return steps.cumsum(0)
 
 
 def never_generated_ids(config: Any) -> list[int]:
-    """Return the image token ids, which :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does
-    not generate either: a trainer would take one in an answer for a lost image."""
+    """Return the image token ids, because a trainer would take one in an answer for a lost image.
+
+    :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate them either.
+    """
     image_token = getattr(config, "image_token_id", None)  # not in a published config
     token_ids = (config.boi_token_id, config.eoi_token_id, image_token)
     return [token_id for token_id in token_ids if token_id is not None]
@@ -188,12 +192,11 @@ def collapse_image_tokens(ids: list[int], config: Any, num_inner: int) -> list[i
     """Return token ids with a single inner token per image, as vLLM expects them.
 
     Args:
-        ids: Token ids. Between begin and end, an image has ``num_inner`` times
-            ``config.image_token_id``, as this package's processor writes and online trainers pass
-            on, or already a single inner token.
-        num_inner: Inner tokens of an expanded image.
+        ids: Token ids. Each image is either expanded, with ``num_inner`` image tokens between its
+            begin and end, as this package's processor returns it, or has a single inner token.
+        num_inner: Number of inner tokens of an expanded image.
     """
-    # Not in a published config, whose processor does not expand images.
+    # A published config has no image token, because its processor does not expand images.
     image_token = getattr(config, "image_token_id", None)
     expanded = [config.boi_token_id, *[image_token] * num_inner, config.eoi_token_id]
     collapsed = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]

@@ -14,13 +14,13 @@ from .serving.serve import allowed_hosts, open_listener
 PAGE_HOST = "127.0.0.1"
 PAGE_PORT = 7860
 MAX_PAGE_BODY_BYTES = 128 * 10**6
-"""Each question is sent with all images of the conversation, as base64."""
+"""Large, because the page sends all images of the conversation with each question, as base64."""
 
 
 def chat_in_browser(options: Namespace) -> None:
     """Serve a chat page for one or two models until the process is stopped.
 
-    The printed address contains the key, so only those who know it can ask.
+    The printed address contains a random API key, so only people who know the address can ask.
     """
     if options.image:
         raise ValueError(
@@ -52,7 +52,7 @@ def chat_in_browser(options: Namespace) -> None:
         hosts=allowed_hosts(PAGE_HOST, None),
         max_body_bytes=MAX_PAGE_BODY_BYTES,
     )
-    # In the fragment (#): browsers do not send it, and other users of this machine do not see it.
+    # The key is in the fragment (#), which browsers do not send and no log of requests contains.
     fragment = {"key": limits.api_key} | ({"system": options.system} if options.system else {})
 
     def print_address() -> None:

@@ -1,4 +1,4 @@
 """Plug-ins that register glm-4v with training frameworks, each by that framework's own mechanism.
 
-Importing a module of this package changes nothing; calling its ``register`` does.
+Each module registers glm-4v only when its ``register`` is called, not when it is imported.
 """

@@ -12,13 +12,13 @@ TESTED_AXOLOTL, TESTED_LLAMAFACTORY, TESTED_MS_SWIFT = "0.19.0", "0.9.5", "4.6.0
 def require_members(owner: object, names: Iterable[str], package: str, tested: str) -> None:
     """Require that a class or module of a framework has these attributes.
 
-    An overridden method that the framework has renamed would silently never be called.
+    If the framework renamed a method that a plug-in overrides, it would never call the plug-in's.
 
     Args:
         owner: The class or module.
         names: Attributes that the plug-in overrides or calls.
         package: The framework's distribution.
-        tested: The version of it that the plug-in is tested with.
+        tested: The framework's version that the plug-in is tested with.
 
     Raises:
         RuntimeError: An attribute is missing.

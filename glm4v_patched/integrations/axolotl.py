@@ -16,14 +16,14 @@ ASSISTANT_ROLE, USER_ROLE = "<|assistant|>", "<|user|>"
 class EndOfTextProcessor:
     """A processor that appends ``<|endoftext|>`` to conversations, so the model learns to stop.
 
-    The chat format itself does not end the last turn.
+    The chat template itself writes no token after the last turn.
     """
 
     def __init__(self, processor):
         self._processor = processor
 
     def __getattr__(self, name: str):
-        if name == "_processor":  # unpickling asks before the attribute is set
+        if name == "_processor":  # unpickling looks attributes up before _processor is set
             raise AttributeError(name)
         return getattr(self._processor, name)
 
@@ -39,7 +39,7 @@ class EndOfTextProcessor:
 
 
 class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
-    """Labels for axolotl: only the assistant's answers and the tokens that end them."""
+    """Supervises, in axolotl, only the assistant's answers and the tokens that end them."""
 
     def __init__(self, processor, *args, **kwargs):
         super().__init__(processor, *args, **kwargs)
@@ -55,8 +55,8 @@ class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
 
     def process_labels(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the labels of ``input_ids`` (``(batch, length)``, int64), -100 where ignored."""
-        # The pad token is also the supervised end token. Padding is on the left, before the first
-        # answer, so the mask by roles ignores it.
+        # The pad token is also the end token, which is supervised after an answer. Padding comes
+        # before the first answer, on the left, so the mask by roles ignores it.
         return input_ids.masked_fill(~self._mask_non_assistant_keep(input_ids), -100)
 
 

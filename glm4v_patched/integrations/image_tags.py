@@ -4,17 +4,18 @@ import re
 
 IMAGE_TAG = "<image>"
 BEGIN_OF_IMAGE, END_OF_IMAGE = "<|begin_of_image|>", "<|end_of_image|>"
-# The published placeholder of three tokens, which the model or vLLM expands itself.
+# An image placeholder of three tokens, as published, which the model or vLLM expands.
 UNEXPANDED_IMAGE = f"{BEGIN_OF_IMAGE}<|endoftext|>{END_OF_IMAGE}"
 LEADING_TAGS = re.compile(rf"(?:\s*{IMAGE_TAG})*")
 
 
 def move_images_first(content: str) -> tuple[int, str]:
-    r"""Split a message into its images and its text: the model is used to images before text.
+    r"""Split a message into a number of images and its text, so that images can precede the text.
 
-    Image tags at the beginning and the end are taken out, with the space around them (LLaVA writes
-    ``<image>\n``). If there are tags between words, those and all tags after them stay in the text,
-    so that the images keep their order.
+    The model expects images before text. Image tags at the beginning and the end of the
+    message are taken out, with the white space around them (LLaVA writes ``<image>\n``). If a tag
+    stands between words, this tag and all tags after it stay in the text, so that the images keep
+    their order.
 
     Returns:
         The number of tags taken out, and the remaining text.

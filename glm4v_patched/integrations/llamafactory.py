@@ -1,7 +1,7 @@
 """Images of glm-4v in LLaMA-Factory's ``template: glm4``.
 
-``python -m glm4v_patched.run llamafactory-cli train ...`` registers it by itself; other scripts
-call :func:`register` here and in ``llamafactory_composite``.
+``python -m glm4v_patched.run llamafactory-cli train ...`` registers this plug-in by itself; other
+scripts call :func:`register` here and in ``llamafactory_composite``.
 """
 
 import logging
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "glm4v_9b"
 PATCHED_TEMPLATE = "glm4"
-# Slots are tokenized one by one, as the model's own chat template does it: the line feed after a
-# role never merges with the text behind it into one token.
+# LLaMA-Factory tokenizes slots one by one. As in the model's own chat template, the line feed after
+# a role therefore never merges with the following text into one token.
 TEMPLATE_SLOTS = {
     "format_user": ["<|user|>\n", "{{content}}", "<|assistant|>"],
     "format_assistant": ["\n", "{{content}}"],
@@ -35,7 +35,7 @@ TEMPLATE_SLOTS = {
 
 @dataclass
 class GLM4VPlugin(mm_plugin.BasePlugin):
-    """Write the tokens of each image before the text of its message.
+    """A plug-in that writes the tokens of each image before the text of its message.
 
     An image is a begin token, one image token for each of its embeddings, and an end token.
     """
@@ -55,7 +55,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
         return messages
 
     def _regularize_images(self, images, **options):
-        """Load images at full size: the model's processor resizes, not ``image_max_pixels``."""
+        """Load images at full size and ignore ``image_max_pixels``: the processor resizes them."""
         sources = [
             image["bytes"] or image["path"] if isinstance(image, dict) else image
             for image in images
@@ -66,7 +66,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
 class GLM4VTemplate(Template):
     """LLaMA-Factory's template ``glm4``, extended for glm-4v.
 
-    It changes nothing for the text models of GLM-4, which use the same template.
+    Text models of GLM-4 use the same template, and nothing changes for them.
     """
 
     def fix_special_tokens(self, tokenizer):

@@ -1,11 +1,11 @@
 """Register glm-4v with ms-swift 4: its loader, the names of its submodules, its chat template.
 
-``python -m glm4v_patched.run swift sft ...`` registers it by itself. Without that command::
+``python -m glm4v_patched.run swift sft ...`` registers glm-4v by itself. With swift's command::
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-It replaces ms-swift's own model type ``chatglm4v`` (glm-4v and cogagent-9b), which fits only the
-published code and is renamed to ``chatglm4v_of_swift``.
+This model type replaces ms-swift's own ``chatglm4v`` (glm-4v and cogagent-9b), which works only
+with the published code and is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy
@@ -43,13 +43,14 @@ from .image_tags import BEGIN_OF_IMAGE, END_OF_IMAGE, IMAGE_TAG, UNEXPANDED_IMAG
 
 SWIFT_TYPE = "chatglm4v"
 STOCK_SWIFT_TYPE = "chatglm4v_of_swift"
-# A noncharacter that splits a text before it is tokenized: as in the model's own chat template, the
-# line feed after a role never merges with the text behind it into one token.
+# A Unicode noncharacter at which texts are split before they are tokenized. As in the model's own
+# chat template, the line feed after a role therefore never merges with the following text into one
+# token.
 PIECE_BREAK = "\ufdd1"
 
 
 class GLM4VLoader(ModelLoader):
-    """Load config and processor by the Auto classes, which ``apply`` has patched."""
+    """Loads config and processor with the Auto classes that ``glm4v_patched.apply`` has patched."""
 
     def get_config(self, model_dir):
         if reason := _glm4v_folder_problem(model_dir):
@@ -60,19 +61,20 @@ class GLM4VLoader(ModelLoader):
         return super().get_config(model_dir)
 
     def get_processor(self, model_dir, config):
-        # Without a preprocessor_config.json, swift would load AutoTokenizer, and the published
-        # repository has no such file.
+        # swift would load AutoTokenizer, because the published repository has no
+        # preprocessor_config.json.
         return AutoProcessor.from_pretrained(model_dir)
 
 
 class GLM4VTemplate(Template):
-    """Encode as the model's own processor does, and supervise the tokens that a recipe supervises.
+    """Encodes as the model's processor does, and supervises the tokens that a recipe supervises.
 
     An image is a begin token, one image token for each of its embeddings, and an end token. The
-    prompt ends with the role, so the line feed after it is generated and supervised.
+    prompt ends with the role ``<|assistant|>``; the model generates the line feed after the role,
+    so it is supervised.
     """
 
-    # Truncation never cuts these; swift adds the image token.
+    # Truncation never cuts these tokens; swift adds the image token to the list.
     placeholder_tokens = [BEGIN_OF_IMAGE, END_OF_IMAGE]
     # Packed samples are separated where position_ids restart at 0.
     support_padding_free = True
@@ -88,7 +90,7 @@ class GLM4VTemplate(Template):
     def replace_tag(self, media_type, index, inputs):
         if media_type != "image":
             raise ValueError(f"a sample contains {media_type}; glm-4v takes only images")
-        if self.mode in ("vllm", "lmdeploy", "sglang"):  # these expand the placeholder themselves
+        if self.mode in ("vllm", "lmdeploy", "sglang"):  # engines that expand the placeholder
             return [UNEXPANDED_IMAGE]
         begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN_OF_IMAGE, END_OF_IMAGE])
         image_tokens = [self.processor.image_token_id] * self.processor.num_image_tokens
@@ -261,7 +263,7 @@ def _check_image_tags(inputs: StdTemplateInputs) -> None:
 
 
 def _start_on_new_line(content: Any) -> Any:
-    """Begin an answer on a new line; token ids that the model generated contain it already."""
+    """Begin an answer with a line feed; an answer of generated token ids has one already."""
     if isinstance(content, str):
         return f"\n{PIECE_BREAK}{content}"
     if isinstance(content, list) and content and isinstance(content[0], str):

@@ -5,21 +5,22 @@
     )
 
 After every token, transformers' own loop reads from the device whether all sequences have ended.
-Only then does it prepare the next step, while the device is idle. Here each sequence has a flag,
-which is copied to the host asynchronously, behind the queued steps, and read when it has arrived.
-Up to :data:`MAX_LAG` steps are computed in vain after the end; their tokens are cut off. The cache
-and torch's random state have to be reset afterwards, as :class:`.static_cache.StaticCaches` and
-:class:`..answer_worker.Answerer` do. The tokens equal those of transformers' uncompiled loop bit
-for bit: its logits processors and stopping criteria run in its order.
+It prepares the next step only after that, while the device is idle. This loop keeps an "unfinished"
+flag for each sequence on the device, copies the flags to the host asynchronously, and reads a copy
+up to :data:`MAX_LAG` steps later. So up to :data:`MAX_LAG` steps may run after the last sequence
+has ended; their tokens are cut off. These extra steps also change the KV cache and torch's random
+state, so callers have to reset both afterwards: :class:`.static_cache.StaticCaches` resets the
+cache, and :class:`..answer_worker.Answerer` the random state.
 
-The loop gives one answer per sequence, sampled or greedy, which is all that these two need. With
-processors or criteria from outside transformers, the flags are read after every token, because
-these may count their calls. Two of transformers' own synchronize by themselves:
-``no_repeat_ngram_size`` reads ids on the host, and ``torch.isin`` sorts the end-of-sequence ids if
-there are more than about ten.
+The tokens equal those of transformers' uncompiled loop bit for bit, because the same logits
+processors and stopping criteria run in the same order. The loop supports greedy decoding and
+sampling of one answer per sequence. Logits processors or stopping criteria from outside
+transformers may count their calls, so with them the flags are read after every token. Two parts of
+transformers synchronize by themselves: ``no_repeat_ngram_size`` reads ids on the host, and
+``torch.isin`` sorts the end-of-sequence ids if there are more than about ten.
 
-NaN or infinite logits raise an error. The prompt's logits are checked with the first token. Of the
-later ones only the last are checked, because NaN persists in the cache.
+NaN or infinite logits raise an error. The loop checks the logits of the first token and of the
+last one; it need not check those between, because NaN persists in the KV cache.
 """
 
 from typing import Any
@@ -39,10 +40,12 @@ from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
-# How many decode steps may be queued before a step's end-of-sequence flags are read, by device
-# type; 0 for others. With 1, the host would have only one step's time to queue the next.
+# How many further decode steps may be queued before a step's unfinished flags are read, by device
+# type; 0 for other types. 2, because with 1 the host would have to queue each step within the time
+# that the device takes for one.
 MAX_LAG = {"cuda": 2}
-NONFINITE = 2  # a sequence's unfinished flag if its logits are not finite
+NONFINITE = 2  # value of a sequence's unfinished flag (else 0 or 1) if its logits are not finite
+# Suffixes of tensors name their dimensions: B sequences, V vocabulary entries.
 
 
 def decode_without_sync(
@@ -55,11 +58,13 @@ def decode_without_sync(
     decode_step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate tokens, as the ``custom_generate`` of ``generate``, which passes most arguments.
+    """Generate tokens; passed to ``generate`` as ``custom_generate``.
+
+    ``generate`` supplies all arguments except these two, which its caller may add:
 
     Args:
-        token_streamer: A streamer, in place of generate's ``streamer``. It receives each token up
-            to :data:`MAX_LAG` steps late.
+        token_streamer: Replaces generate's ``streamer``; receives each token up to
+            :data:`MAX_LAG` steps late.
         decode_step: Called in place of the model from the second token on, such as a
             :class:`CudaGraphCallable`.
 
@@ -67,7 +72,7 @@ def decode_without_sync(
         ``(B, L)`` int64, the ids that ``generate`` returns without ``custom_generate``.
 
     Raises:
-        NonFiniteLogits: The logits after the prompt, or the last ones, are NaN or infinite.
+        NonFiniteLogits: The logits of the first or the last token are NaN or infinite.
     """
     assert generation_config.num_beams == 1, "beam search needs transformers' own loop"
     device, (batch_size, prompt_length) = input_ids.device, input_ids.shape
@@ -79,6 +84,7 @@ def decode_without_sync(
     pad_id = None
     if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         pad_id = _private_attribute(generation_config, "_pad_token_tensor").to(device)
+    # Whether the flags may be read late: code from outside transformers might count its calls.
     is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
     max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
@@ -99,7 +105,8 @@ def decode_without_sync(
         finite_B = None
         if length == prompt_length:
             finite_B = has_finite_logits(logits_BV)
-            if not is_async:  # processors of others synchronize anyway, and may pass on the token
+            # Criteria from outside transformers may pass the token on, so check before they run.
+            if not is_async:
                 require_all_finite(finite_B)
         ids_so_far: Any = ids[:, :length]
         scores_BV = processors(ids_so_far, logits_BV)
@@ -134,7 +141,7 @@ def _next_tokens(scores_BV: Tensor, do_sample: bool) -> Tensor:
     if not do_sample:
         return scores_BV.argmax(dim=-1)
     probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
-    # On a GPU, multinomial of NaN would abort the process; NaN is reported by the tracker.
+    # On a GPU, multinomial of NaN would abort the process; the FinishedTracker reports NaN.
     probabilities.nan_to_num_(nan=1.0)
     return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
@@ -155,15 +162,15 @@ def _is_of_transformers(processor_or_criterion: Any) -> bool:
 
 
 class FinishedTracker:
-    """Read asynchronously which sequences have finished, and each step's tokens for a streamer.
+    """Copies each step's flags, and its tokens for a streamer, to the host asynchronously.
 
     Args:
-        unfinished_B: The sequences' flags, of which only device and number are used.
-        max_lag: Number of last steps whose flags may not have arrived yet.
+        unfinished_B: Unfinished flags; only their device and number are used.
+        max_lag: Number of latest steps whose flags need not have arrived yet.
         streamer: Receives the tokens of each step, if it is not None.
 
     Attributes:
-        num_tokens: Tokens until all sequences had finished, once that is known.
+        num_tokens: Number of steps after which all sequences had finished; None if not known yet.
     """
 
     def __init__(self, unfinished_B: Tensor, max_lag: int, streamer: Any):
@@ -217,7 +224,7 @@ class FinishedTracker:
 
 
 class _CachedSuppressTokens(LogitsProcessor):
-    """transformers' processor with its mask computed once, not in every step."""
+    """transformers' ``SuppressTokensLogitsProcessor``, with its mask computed only once."""
 
     def __init__(self, processor: SuppressTokensLogitsProcessor):
         self.processor, self.is_suppressed = processor, None

@@ -1,7 +1,7 @@
-"""Static KV caches that are reused from one ``generate`` to the next, with their CUDA graphs.
+"""A static KV cache that successive calls of ``generate`` share, with its CUDA graph.
 
 A CUDA graph refers to its cache by address, and ``generate`` would make a new cache for every
-prompt length. So a cache is kept for the next call with the same batch size.
+prompt length. So the cache is kept for further calls with the same batch size.
 """
 
 from typing import Any
@@ -20,15 +20,15 @@ from .loop import decode_without_sync
 class StaticCaches:
     """The static cache of a model, for the last batch size and the greatest length so far.
 
-    Each use resets the cache, so its previous contents must no longer be needed. On a GPU, the
-    decode step and the vision tower run as CUDA graphs (:mod:`...engine.kernels.cuda_graphs`).
+    Each use discards the cache's previous contents. On a GPU, the decode step and the vision tower
+    run as CUDA graphs (:mod:`...engine.kernels.cuda_graphs`).
     """
 
     def __init__(self, model: Any, length_multiple: int):
         """
         Args:
-            length_multiple: Cache lengths are rounded up to a multiple of it, as each length needs
-                a CUDA graph of its own.
+            length_multiple: Cache lengths are rounded up to a multiple of this number, because each
+                length needs a CUDA graph of its own.
         """
         self.model, self.length_multiple = model, length_multiple
         if model.device.type == "cuda":
@@ -50,7 +50,7 @@ class StaticCaches:
         return self._cache
 
     def generate_kwargs(self, batch_size: int, length: int) -> dict[str, Any]:
-        """Return the arguments of ``generate`` for an empty cache, and on a GPU for CUDA graphs."""
+        """Return arguments for ``generate``: an empty cache, our loop and its decode step."""
         kwargs = cache_kwarg(self.empty_cache(batch_size, length))
         kwargs |= {"custom_generate": decode_without_sync}
         if self.model.device.type == "cuda":
@@ -61,8 +61,8 @@ class StaticCaches:
 def choose_cache(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
     """Return ``"static"`` or ``"dynamic"`` for the option ``--cache``.
 
-    ``auto`` is static on a GPU, if a CUDA graph can capture decode steps with weights of this
-    format.
+    ``auto`` means static on a GPU if a CUDA graph can capture decode steps with weights of this
+    format, otherwise dynamic.
     """
     weights = weights or quantized_by(base.model, base.revision)
     return choose_cache_implementation(cache, weights, "dynamic" if device == "cpu" else "static")

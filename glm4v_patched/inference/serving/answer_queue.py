@@ -20,7 +20,7 @@ from .requests import ParsedRequest
 MAX_BATCH_SIZE = 16
 """Requests answered at once."""
 MAX_BATCH_IMAGES = 16
-"""Images in a batch, unless its first request has more; the vision tower takes them at once."""
+"""Images in a batch, which the vision tower takes all at once; a single request may have more."""
 
 
 class AnswerEnd(NamedTuple):
@@ -38,7 +38,7 @@ class AnswerEnd(NamedTuple):
 
 
 AnswerEvent = str | AnswerEnd | ApiError
-"""The next text of an answer, its end, or the error in place of it."""
+"""The next text of an answer, the end of the answer, or an error that ends it."""
 
 
 @dataclass(eq=False)
@@ -46,8 +46,9 @@ class QueuedRequest:
     """A request in the queue.
 
     Args:
-        on_event: Called, in any thread, with texts and then the end, or with an error at any time.
-            A cancelled request may get no further event.
+        on_event: Called with each text and then the end, or with an error at any time. The caller
+            may be any thread.
+        cancelled: Set by the application to stop the answer; further events may then be missing.
     """
 
     request: ParsedRequest
@@ -56,15 +57,15 @@ class QueuedRequest:
 
 
 class AnswerQueue:
-    """Answer requests in the order of their arrival.
+    """A queue whose thread answers requests in the order of their arrival.
 
-    Waiting requests for the same model with the same generation options are answered in one batch.
-    Requests that arrive meanwhile wait for the next batch. An answer ends for its client as soon as
-    it is complete, before the batch ends.
+    Each batch takes the oldest waiting request and others with the same model and generation
+    options. Requests that arrive during a batch wait for the next one. A client gets the end of its
+    answer as soon as this answer is complete, even if others in the batch are not.
 
     Args:
-        answerers: By the model names that clients use; several names may share one.
-        activate: Returns, for a model's name, a context in which its adapters are active.
+        answerers: Answerers by the model names that clients use; several names may share one.
+        activate: Takes a model's name and returns a context in which its adapters are active.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class AnswerQueue:
                     return
                 batch = self._next_batch()
             sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
-            # Every sequence of a batch grows to the length of the longest answer, even one that
-            # has ended. Sequences without enough positions left are answered alone.
+            # Every sequence of a batch is padded to the longest answer, even one that has ended.
+            # A sequence with too few positions left for the padding is answered alone.
             longest = max((seq.max_tokens for seq in sequences), default=0)
             self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
             for seq in sequences:
@@ -140,7 +141,7 @@ class AnswerQueue:
         return batch
 
     def _make_sequence(self, queued: QueuedRequest) -> "AnswerSequence | None":
-        """Return a request's sequence, or None after refusing a prompt that is too long."""
+        """Return a request's sequence, or None after sending its client an error."""
         request = queued.request
         answerer = self.answerers[request.model]
         limit = answerer.model.config.seq_length
@@ -168,7 +169,7 @@ class AnswerQueue:
         try:
             if sequences:
                 self._answer(sequences)
-        except Exception as error:  # of any type: later requests must be answered
+        except Exception as error:  # any type, because the thread must go on to later requests
             if len(sequences) > 1 and not any(seq.tokens for seq in sequences):
                 for seq in sequences:  # one of them, or the batch size, may be the cause
                     self._answer_or_fail([seq])
@@ -189,7 +190,7 @@ class AnswerQueue:
             seq.prompt_tokens = length
         max_tokens = max(seq.max_tokens for seq in sequences)
         generation = replace(request.generation, max_new_tokens=max_tokens)
-        seed_offset = self._num_batches
+        seed_offset = self._num_batches  # so that each batch samples differently
         if request.seed is not None:
             generation, seed_offset = replace(generation, seed=request.seed), 0
         self._num_batches += 1
@@ -223,16 +224,21 @@ def shutdown_error() -> ApiError:
 
 
 class AnswerSequence(AnswerStreamer):
-    """One sequence of a batch: passes on its text as it is generated, up to a stop text.
+    """One sequence of a batch, which sends its text to the client, up to a stop text.
 
-    Text that may be the beginning of a stop text, and trailing white space, is withheld until more
-    is known.
+    Trailing white space, and text that may begin a stop text, is withheld until the next text shows
+    whether it belongs to the answer.
 
     Args:
-        max_tokens: Tokens that the answer may have.
+        max_tokens: Maximum number of tokens of the answer.
         end_ids: Ids of the tokens that end the answer.
         is_closed: Returns whether the server is shutting down.
-        positions_left: Position ids left of the model's context length.
+        positions_left: Position ids of the model's context length that the prompt leaves.
+
+    Attributes:
+        withheld: Text that may still turn out to begin a stop text.
+        is_stopped: Whether a stop text has ended the answer.
+        reason: Why the answer has ended; empty before.
     """
 
     def __init__(
@@ -245,7 +251,7 @@ class AnswerSequence(AnswerStreamer):
         positions_left: int = 0,
     ):
         super().__init__(tokenizer, queued.on_event)
-        self.next_tokens_are_prompt = False  # only generated tokens are put
+        self.next_tokens_are_prompt = False  # put() gets generated tokens only, never the prompt
         self.queued, self.max_tokens, self.end_ids = queued, max_tokens, end_ids
         self.is_closed, self.positions_left = is_closed, positions_left
         self.stop_texts, self.withheld, self.is_stopped = queued.request.stop, "", False
@@ -258,7 +264,7 @@ class AnswerSequence(AnswerStreamer):
         self.tokens += 1
         self.put(torch.tensor([token]))
         if token in self.end_ids or self.is_stopped or self.tokens >= self.max_tokens:
-            self.end()  # passes on the rest, in which there may be a stop text
+            self.end()  # sends the withheld text; may find a stop text in it and set is_stopped
             is_complete = token in self.end_ids or self.is_stopped
             self.reason = "stop" if is_complete else "length"
             self.queued.on_event(AnswerEnd(self.reason, self.tokens, self.prompt_tokens))
@@ -287,7 +293,7 @@ class AnswerSequence(AnswerStreamer):
 
 
 class SequenceStopping(StoppingCriteria):
-    """Pass each sequence of a batch its new token, and stop each by its own criteria."""
+    """Passes each new token to its :class:`AnswerSequence`, which decides whether to stop."""
 
     def __init__(self, sequences: Sequence[AnswerSequence]):
         self.sequences = sequences

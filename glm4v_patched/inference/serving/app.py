@@ -112,7 +112,7 @@ def make_app(
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         lifespan=lifespan,
     )
-    # The router's redirects would lead from a proxy's https to http.
+    # Redirects of the router would lead clients of an https proxy to http.
     app.router.redirect_slashes = False
     return app
 
@@ -120,12 +120,12 @@ def make_app(
 async def _answer_events(
     queue: AnswerQueue, request: Request, parsed: ParsedRequest
 ) -> AsyncIterator[Any]:
-    """Yield the texts of an answer and its end; cancel it when the client disconnects."""
+    """Yield an answer's texts and end; cancel the answer when the client disconnects."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[AnswerEvent] = asyncio.Queue()
 
     def on_event(event: AnswerEvent) -> None:
-        with suppress(RuntimeError):  # the event loop has ended before the queue
+        with suppress(RuntimeError):  # at shutdown, the event loop may end before the queue does
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     async def watch_disconnect() -> None:
@@ -156,7 +156,7 @@ async def _stream(
     path: str,
     save: Callable[[str, AnswerEnd], Awaitable[object]],
 ) -> AsyncIterator[str]:
-    """Yield server-sent events; ``event`` is the first of the answer, ``events`` has the others."""
+    """Yield server-sent events for ``event``, the answer's first, and ``events``, the others."""
     text = ""
     try:
         for chunk in reply.begin():
@@ -165,7 +165,7 @@ async def _stream(
             text += str(event)
             yield reply.more(str(event))
             event = await anext(events)
-        await save(text, event)  # before the client may refer to its id
+        await save(text, event)  # before the client gets the end and may refer to the response's id
         for chunk in reply.end(text, event):
             yield chunk
     except ApiError as error:  # the HTTP status has been sent already

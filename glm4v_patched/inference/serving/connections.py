@@ -1,4 +1,4 @@
-"""Run an application with uvicorn, and close the connections of silent clients."""
+"""Run an application with uvicorn, and close connections whose clients send or read nothing."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ MIN_CONNECTIONS = 16
 RESERVED_FILES = 32
 """File descriptors reserved for image files, fetches and logs."""
 LISTEN_BACKLOG = 2048
-HEAD_TIMEOUT_S = 10
+HEAD_TIMEOUT_S = 10  # for the head (request line and headers) of a request to arrive
 READ_TIMEOUT_S = 60
 """How long a client may read nothing of its response once the socket's buffers are full."""
 SHUTDOWN_TIMEOUT_S = 3
@@ -29,15 +29,16 @@ CONNECTION_KEY = "glm4v_patched.connection"
 
 
 class Connection(asyncio.Protocol):
-    """Close connections whose client sends or reads nothing, and limit their number.
+    """One connection, aborted if its client sends or reads nothing, or if there are too many.
 
     uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
-    response. Its ``limit_concurrency`` counts silent connections too, which can lock everyone else
-    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`. Above ``max_connections``, the
-    oldest connections without a complete request are aborted.
+    response. uvicorn's ``limit_concurrency`` also counts silent connections, so these can lock
+    everyone else out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and the client must
+    read within :data:`READ_TIMEOUT_S`. If there are more than ``max_connections``, the oldest
+    connections without a complete request are aborted.
 
-    All calls of asyncio are passed on to uvicorn's own protocol. :func:`track_requests` records how
-    much of a request has arrived.
+    asyncio calls this protocol, which passes all calls on to uvicorn's own protocol.
+    :func:`track_requests` records how much of a request has arrived.
 
     Args:
         connections: All connections of the server.
@@ -54,12 +55,13 @@ class Connection(asyncio.Protocol):
         self.http = H11Protocol(app_state=app_state | {CONNECTION_KEY: self}, **options)
         self.connections, self.max_connections = connections, max_connections
         self.loop = asyncio.get_running_loop()
+        # When the client stopped reading its response; None while it reads.
         self.unread_since: float | None = None
         self.wait_for_request()
 
     def wait_for_request(self) -> None:
-        """Start the time limit of the next request's head."""
-        self.has_head = self.has_body = False
+        """Start the time limit for the next request's head to arrive."""
+        self.has_head = self.has_body = False  # whether the request's head and body have arrived
         self.since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
@@ -69,8 +71,8 @@ class Connection(asyncio.Protocol):
         self.timer = self.loop.call_later(1, self._abort_if_silent)
         incomplete = [other for other in self.connections if not other.has_body]
         incomplete.sort(key=lambda other: other.since)
-        # Closing connections count until the event loop's next iteration. They are among the
-        # oldest, so no other connection is aborted in their place.
+        # Aborted connections still count until the event loop's next iteration. They are among the
+        # oldest, so they are aborted again, and no other connection in their place.
         for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
             other.transport.abort()
 
@@ -94,9 +96,11 @@ class Connection(asyncio.Protocol):
         self.http.resume_writing()
 
     def end(self) -> None:
-        """Abort the connection during shutdown, at once if its client is still sending a body.
+        """Abort the connection during shutdown.
 
-        Otherwise it has :data:`SHUTDOWN_TIMEOUT_S`, half of uvicorn's, which prints a traceback.
+        If its client is still sending a body, abort at once; otherwise after
+        :data:`SHUTDOWN_TIMEOUT_S`. That is half of uvicorn's own timeout, which would print a
+        traceback.
         """
         is_sending = self.has_head and not self.has_body
         self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)
@@ -135,8 +139,8 @@ def track_requests(app: Application) -> Application:
 def max_connections() -> tuple[int, int]:
     """Return how many connections may be open, and how many are accepted per loop iteration.
 
-    An aborted connection keeps its file descriptor for up to three iterations of the event loop,
-    while others are accepted. So a burst needs twice as many descriptors as connections.
+    While new connections are accepted, an aborted one keeps its file descriptor for up to three
+    iterations of the event loop. So a burst needs twice as many descriptors as connections.
 
     Raises:
         RuntimeError: The process may open too few files.
@@ -180,12 +184,12 @@ def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], 
 
     number, accepted_at_once = max_connections()
     options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": "warning"}
-    options["timeout_graceful_shutdown"] = 2 * SHUTDOWN_TIMEOUT_S  # longer than Connection.end's
+    options["timeout_graceful_shutdown"] = 2 * SHUTDOWN_TIMEOUT_S  # longer than in Connection.end
     options["http"] = partial(Connection, connections, number)
     # asyncio accepts up to `backlog` connections per loop iteration before any protocol is called;
     # Server.startup sets the kernel's backlog again.
     options |= {"backlog": accepted_at_once, "loop": "asyncio"}
     server = Server(uvicorn.Config(track_requests(app), **options))
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     server.run(sockets=[listener])

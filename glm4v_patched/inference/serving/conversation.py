@@ -1,7 +1,8 @@
 """Convert the messages of requests to the form of the model's chat template; needs no torch.
 
-The template takes roles in any order, but no empty messages. Consecutive messages of one role are
-joined, since a turn has its images before its text and ends where another role begins.
+The chat template takes roles in any order, but no empty messages. Consecutive messages of one role
+are joined to a turn, because the template puts a turn's images before its text, and only another
+role ends a turn.
 """
 
 import json
@@ -30,7 +31,8 @@ IGNORED_MESSAGE_KEYS: tuple[str, ...] = (
 )
 IGNORED_PART_KEYS: tuple[str, ...] = ("cache_control", "detail", "id", "max_pixels", "min_pixels")
 IGNORED_PART_KEYS += ("prompt_cache_breakpoint",)
-# Keys of features that the server does not have; clients send them back empty, as they got them.
+# Keys of features that the server does not have. Clients return messages as they got them, in which
+# these keys are empty.
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()
 )
@@ -67,7 +69,7 @@ class Turn:
 
 
 def read_messages(api_messages: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation for the processor, consecutive ones joined.
+    """Return a conversation's messages for the processor; consecutive ones of one role are joined.
 
     Args:
         api_messages: Messages of OpenAI's API, each with its key in the request.
@@ -94,7 +96,7 @@ def read_messages(api_messages: Iterable[tuple[str, dict[str, Any]]]) -> list[di
 
 
 def invalid_key(key: str, problem: str, code: str | None = None) -> ApiError:
-    """Return the error about a key of a request; the message is the key and its problem."""
+    """Return the error about a request's key; the error message is the key and its problem."""
     return ApiError(400, f"{key} {problem}", key, code)
 
 
@@ -110,8 +112,8 @@ def drop_neutral_keys(
 
     Args:
         ignored: Keys that are dropped, whatever their value.
-        neutral: Values that request nothing, by key. A key with such a value is dropped, with any
-            other value refused. An empty tuple stands for 0, false and empty values.
+        neutral: Values that are no-ops, by key. A key with such a value is dropped; a key with any
+            other value is refused. An empty tuple stands for 0, false and empty values.
         prefix: Text before the keys in error messages.
 
     Raises:
@@ -159,13 +161,14 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
 
 
 def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list, list[str]]:
-    """Return a message's images, and a list of its text or, without text, an empty list."""
+    """Return a message's images, and its text as a list of one element or, if empty, none."""
     images = [part for part in content if isinstance(part, bytes)]
     text = "".join(part for part in content if isinstance(part, str))
     if images and role != "user":
         problem = f"has an image, but its role is {role}: send images with the role user"
         raise invalid_key(key, problem)
-    # In order, without empty texts: all images must come before, or all after, the text.
+    # Flags of the parts in order, without empty texts. All images must come before the text, or all
+    # after it.
     is_image = [
         isinstance(part, bytes) for part in content if isinstance(part, bytes) or part.strip()
     ]

@@ -1,6 +1,7 @@
 """ASGI middleware that checks requests: host, API key, size, number and size of images, URLs.
 
-Our own server uses it, and vLLM's, which has no such limits, as ``--middleware``. Needs no torch.
+Our own server uses the middleware. vLLM's server, which has no such limits, loads it by
+``--middleware``. Needs no torch.
 """
 
 import asyncio
@@ -23,37 +24,38 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 BODY_KEY = "glm4v_patched.body"
 """Key of the ASGI scope for the parsed JSON of the body."""
 COUNT_BYTES_KEY = "glm4v_patched.count_bytes"
-"""Key of the ASGI scope for a function that counts more bytes towards a request, such as those of a
-stored response that it refers to."""
-OPEN_PATHS = ("/health", "/ping")
+"""Key of the ASGI scope for a function that adds bytes to a request's size, such as the bytes of a
+stored response that the request refers to."""
+OPEN_PATHS = ("/health", "/ping")  # need neither a known host nor an API key
 PAGE_PATH = "/"
-"""Path of ``chat --web``'s page, which needs no API key: it has to load before it can send one."""
+"""Path of ``chat --web``'s page. It needs no API key, because only the loaded page can send one."""
 BODY_TIMEOUT_S = 60
 READER_THREADS = 64
-"""Enough that fetching images from slow hosts delays no other request."""
+"""Threads that parse bodies and fetch images; enough that slow image hosts delay no request."""
 SINGLE_HEADERS = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
-"""Headers that may occur only once, as a proxy and this server could each read another of two."""
-# How much more of a too large body is read: a client sees no response if the connection is closed
-# while it sends.
+"""Headers that may occur only once: of two, a proxy could read one and this server the other."""
+# How many bytes of a body beyond its limit are read and discarded: a client sees no response if the
+# connection is closed while it sends.
 MAX_DISCARDED_BYTES = 256 * 10**6
 
 
 class Guard:
-    """Pass a request on to ``app``, or answer it with an error in OpenAI's format.
+    """Middleware that passes a request on to ``app``, or answers with an error in OpenAI's format.
 
-    Requests for other host names and requests without JSON are refused: a web page in a user's
+    Requests for other host names and POST requests without JSON are refused: a web page in a user's
     browser could send such requests to this machine (DNS rebinding, cross-site forms).
 
     Args:
-        limits: By default read from the environment, as vLLM passes its middleware no arguments.
+        limits: None reads them from the environment, because vLLM passes its middleware no
+            arguments.
     """
 
     def __init__(self, app: Application, limits: ServerLimits | None = None):
         self.app, self.limits = app, limits or ServerLimits.from_environment()
-        # By the id of a request's scope:
+        # Each of these has ``id(scope)`` of requests as keys or elements:
         self.buffered: dict[int, int] = {}  # bytes in memory, until the request is answered
-        self.deadlines: dict[int, asyncio.Timeout] = {}  # of arriving bodies, oldest first
-        self.evicted: set[int] = set()  # arriving bodies that were dropped
+        self.deadlines: dict[int, asyncio.Timeout] = {}  # timeouts of arriving bodies, oldest first
+        self.evicted: set[int] = set()  # arriving bodies that were dropped to free memory
         self.admitted: set[int] = set()  # requests that wait or are being answered
         self.readers = ThreadPoolExecutor(READER_THREADS, "reader")
 
@@ -85,7 +87,7 @@ class Guard:
             return receive
         content = await self._read_in_time(receive, id(scope))
         max_requests = self.limits.max_requests
-        # Checked after the body has arrived: otherwise slow bodies would keep others out.
+        # Checked after the body has arrived, so that clients that send slowly keep no others out.
         if len(self.admitted) >= max_requests:
             raise ApiError(429, f"the server is busy with {max_requests} requests: try again later")
         self.admitted.add(id(scope))
@@ -101,7 +103,7 @@ class Guard:
         return receive_again
 
     def _count_bytes(self, scope_id: int, size: int) -> None:
-        """Count more bytes towards a request, or raise ``ApiError``."""
+        """Add bytes to a request's size, or raise ``ApiError`` if all requests exceed the limit."""
         if sum(self.buffered.values()) + size > self.limits.max_buffered_bytes:
             raise self._out_of_memory(f"{size:,} more bytes")
         self.buffered[scope_id] += size
@@ -160,9 +162,9 @@ class Guard:
         return b"".join(chunks)
 
     def _evict_slow_bodies(self, scope_id: int) -> bool:
-        """Drop arriving bodies, oldest first, until all fit; return whether this body may stay.
+        """Drop other arriving bodies, oldest first, until all fit; return whether this one fits.
 
-        Without this, slow bodies would keep others out.
+        So clients that send slowly keep no others out.
         """
         excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
         for other, deadline in self.deadlines.items():
@@ -182,9 +184,9 @@ class Guard:
 
 
 def parse_body(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
-    """Return a body's JSON, and the body; images given by URL are fetched and put into both."""
-    # Counted before parsing, as small values take a hundred times the memory of their text. Base64
-    # contains none of these characters.
+    """Return the parsed JSON of a body and the body's bytes, both with fetched images for URLs."""
+    # Counted before parsing, because a parsed small value takes a hundred times the memory of its
+    # text. Base64 images contain none of these characters.
     if (values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
         raise ApiError(
             413,
@@ -213,8 +215,10 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 def require_json(headers: dict[bytes, bytes]) -> None:
-    """Raise ``ApiError`` unless the content type is JSON: browsers let web pages send any server
-    other types without asking it first (CORS)."""
+    """Raise ``ApiError`` unless the content type is JSON.
+
+    Browsers let web pages send some other types to any server without a CORS preflight request.
+    """
     kind = headers.get(b"content-type", b"").decode("latin-1")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the Content-Type is {kind!r}; expected application/json")
@@ -227,7 +231,7 @@ def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> Non
     host = _without_port(headers.get(b"host", b""))
     origin = _without_port(headers.get(b"origin", b"").rpartition(b"://")[2])
     problem = ""
-    # DNS rebinding needs a name, so numeric addresses are allowed.
+    # Numeric addresses are allowed, because DNS rebinding needs a name.
     if host not in hosts and parse_address(host) is None:
         problem = f"the request is for the host {host!r}"
     elif b"origin" in headers and origin not in (host, *hosts):

@@ -11,19 +11,19 @@ from ...option_fields import option
 from ...terminal_text import printable, shorten
 
 LIMITS_VARIABLE = "GLM4V_PATCHED_LIMITS"
-"""Environment variable for the limits of vLLM's middleware, which takes no arguments."""
+"""Environment variable that passes limits to our middleware in vLLM, which passes no arguments."""
 
 MAX_PIXELS_FACTOR = 4
-"""All images of a request may have this many times the pixels that one may have."""
+"""All images of a request together may have this many times the pixels of a single image."""
 MAX_MEGAPIXELS = 178
-"""Twice Pillow's ``MAX_IMAGE_PIXELS``; above it, Pillow raises an error of its own."""
+"""Twice Pillow's ``MAX_IMAGE_PIXELS``; Pillow raises an error for larger images."""
 MAX_TEXT_BYTES = 10**6
 """Bytes of a request without its images; the model's 8,192 positions are about 30,000 bytes."""
 MAX_JSON_VALUES = 50_000
 """JSON values in a request; a parsed value may take a hundred times the memory of its text."""
-MAX_JSON_DEPTH = 64
+MAX_JSON_DEPTH = 64  # levels of nested lists and objects
 MAX_BUFFERED_BODIES = 8
-"""Bodies of the largest size in memory, each of them in three forms."""
+"""Bodies of the largest size in memory; each takes three forms: bytes, JSON and decoded images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,15 @@ class ServerLimits:
 
     Args:
         api_key: Key that clients must send; None requires none.
-        hosts: Host names that clients may use, beside numeric addresses; None allows any. Refusing
-            others prevents DNS rebinding: a web page whose own name resolves to this machine.
+        hosts: Host names that clients may use, beside numeric addresses; None allows any. The limit
+            prevents DNS rebinding, by which a web page's own host name resolves to this machine.
         max_body_bytes: Bytes of a request's body.
         max_pixels: Pixels of each image; all images of a request may have
             :data:`MAX_PIXELS_FACTOR` times as many.
         max_images: Images in a request. Each takes 15 MB and 1,602 tokens in the model.
         allow_urls: Whether images are fetched by http(s), from the public internet.
         max_requests: Requests that wait or are being answered.
-        max_buffered_bodies: How many bodies of the largest size, or more smaller ones, may be in
-            memory.
+        max_buffered_bodies: Memory for bodies, as a multiple of ``max_body_bytes``.
     """
 
     api_key: str | None = option(
@@ -86,9 +85,9 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: For people.
-        param: Key of the request that has the problem.
-        code: OpenAI's code for the problem, for programs.
+        message: Text for people.
+        param: The key in the request's JSON that has the problem.
+        code: OpenAI's name of the problem, for programs.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class ApiError(Exception):
 
 
 def format_key(path: Sequence[str | int]) -> str:
-    """Return a path within a request's JSON as errors name it: ``messages[0].content``."""
+    """Return a path within a request's JSON in the form ``messages[0].content``, for errors."""
     parts = (f"[{key}]" if isinstance(key, int) else f".{shorten(key)}" for key in path)
     return "".join(parts).removeprefix(".")
 

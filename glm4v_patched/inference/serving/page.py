@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def _csp_hash(tag: str) -> str:
-    """Return the content security policy's hash source for the page's only ``tag`` element."""
+    """Return the hash by which the content security policy allows the page's ``tag`` element."""
     [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 

@@ -40,7 +40,7 @@ class TextReply:
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
 
     def failed(self, error: ApiError) -> list[str]:
-        """Return the events in place of the rest of an answer."""
+        """Return the events that an error sends in place of the rest of an answer."""
         return [server_sent_event(error.body())]
 
     def choice(self, text: str, reason: str | None = None, is_full: bool = False) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class TextReply:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
-        """Return the numbers of tokens."""
+        """Return the field ``usage``, with the numbers of tokens."""
         usage = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
         return usage | {"total_tokens": end.prompt_tokens + end.tokens}
 
@@ -98,7 +98,7 @@ class ResponseReply(TextReply):
 
     def failed(self, error: ApiError) -> list[str]:
         body = error.body()["error"]
-        # Some clients read the key "error" of the event, others its fields beside the type.
+        # Some clients read the event's key "error", others the keys code, message and param.
         fields = {key: body[key] for key in ("code", "message", "param")}
         reason = {"code": "server_error", "message": body["message"]}
         response = self.full_response("") | {"status": "failed", "error": reason}

@@ -1,8 +1,7 @@
 """Check and fetch the images of a request; needs no torch.
 
-Images that a request gives as http(s) URLs are fetched here and replaced by data URLs, or refused.
-So the application behind :class:`guard.Guard` sees data URLs only. Files of the server are never
-read for a client.
+http(s) URLs of images are either replaced by data URLs of the fetched images, or refused. So the
+application behind :class:`guard.Guard` gets data URLs only. No client can read files of the server.
 """
 
 import base64
@@ -29,14 +28,14 @@ from .limits import (
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the image formats that clients may send."""
-# Keys of OpenAI's API, and of vLLM's additions to it, whose value may be a URL to fetch.
+# Keys of OpenAI's API, and of vLLM's additions to it, whose value may be the URL of an image.
 URL_KEYS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
-# Top-level keys without images.
+# Top-level keys that are not searched for images.
 KEYS_WITHOUT_IMAGES = ("metadata", "tools")
 FETCH_TIMEOUT_S = 60
 SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# Sizes are checked here instead. Not undone, as temporary warning filters are not thread-safe.
+# This module checks sizes itself. The filter stays, because temporary ones are not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
@@ -50,7 +49,7 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
         Whether the body was changed.
 
     Raises:
-        ApiError: An image cannot be read or exceeds a limit; names the key.
+        ApiError: An image cannot be read or exceeds a limit. The error names the image's key.
     """
     images, size = _collect_images(body)
     if size > MAX_TEXT_BYTES:
@@ -87,7 +86,7 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
 
 @contextmanager
 def _name_key_in_errors(key: str, limits: ServerLimits) -> Iterator[None]:
-    """Convert errors about an image to ``ApiError`` with its key."""
+    """Convert errors about an image to an ``ApiError`` that names the image's key."""
     try:
         yield
     except ApiError as error:
@@ -102,7 +101,7 @@ def _name_key_in_errors(key: str, limits: ServerLimits) -> Iterator[None]:
 
 
 def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
-    """Return the container and path of each image in the JSON, and the bytes of all other text."""
+    """Return each image's container and path in the JSON, and the size of other text in bytes."""
     images: list[tuple[Any, tuple]] = []
     size = 0
     stack: list[tuple[Any, tuple, bool]] = [(body, (), True)]
@@ -127,7 +126,7 @@ def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
 
 
 def _text_bytes(value: Any, path: tuple) -> int:
-    """Return the bytes of a text; raise ``ApiError`` for one that no tokenizer can encode."""
+    """Return a text's size in bytes; raise ``ApiError`` if no tokenizer can encode the text."""
     if not isinstance(value, str):
         return 0
     if match := SURROGATE_HALF.search(value):
@@ -141,7 +140,7 @@ def _read_image(url: str, limits: ServerLimits, fetched_bytes: int) -> tuple[byt
     """Return an image file, and whether it was fetched.
 
     Args:
-        fetched_bytes: Bytes fetched for this request before.
+        fetched_bytes: Bytes of the images that were fetched for this request before.
     """
     if url[:5].lower() == "data:":
         return decode_data_url(url), False

@@ -1,6 +1,6 @@
 """Parse and check requests of OpenAI's API; needs no torch.
 
-Options that the server does not support are refused, unless their value requests nothing.
+The server refuses options that it does not support, unless their value is a no-op.
 """
 
 import json
@@ -29,7 +29,7 @@ IGNORED_KEYS: tuple[str, ...] = (
 )
 IGNORED_KEYS += ("parent_id", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 IGNORED_KEYS += ("request_id", "safety_identifier", "session_id", "store", "user", "user_id")
-# Unsupported keys, with the values that request nothing.
+# Unsupported keys, with the values that are no-ops and therefore accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
@@ -51,7 +51,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 NEUTRAL_VALUES["text"] += (NEUTRAL_VALUES["text"][1] | NEUTRAL_VALUES["text"][2],)
-# Unsupported keys that may be 0, false or empty.
+# Unsupported keys that are accepted only if they are 0, false or empty.
 OFF_KEYS = ["background", "conversation", "continue_final_message", "echo", "files", "functions"]
 OFF_KEYS += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
 OFF_KEYS += ["logprobs", "min_p", "min_tokens", "priority", "stop_token_ids", "suffix", "tool_ids"]
@@ -61,7 +61,7 @@ MAX_TOKENS_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ALIASES = ("glm-4v", "glm-4v-9b")
 """Names that GLM-4's own clients use for any glm-4v."""
 PLACEHOLDER_NAMES = ("dummy",)
-"""Names that huggingface_hub's client sends if it is given an address and no model."""
+"""Model names that huggingface_hub's client sends if its user gives an address and no model."""
 MAX_TEMPERATURE = 100
 
 Text = Annotated[str, Field(min_length=1)]
@@ -153,9 +153,9 @@ class ParsedRequest(BaseRequest):
 
     Args:
         prompt: Messages for the processor, with images as bytes of files; or a text to continue.
-        max_tokens: Largest number of tokens in the answer, if the client sets it.
-        key: The request's key that has the prompt.
-        items: Messages that are stored with the response.
+        max_tokens: Maximum number of tokens in the answer; None if the client sets none.
+        key: The request's key that has the prompt, for errors.
+        items: The conversation's messages before the answer, stored with a response.
         store: Whether the response is stored.
     """
 
@@ -171,7 +171,7 @@ class ParsedRequest(BaseRequest):
     def can_batch_with(self, other: "ParsedRequest") -> bool:
         """Return whether both may be answered in one batch.
 
-        Requests with a seed are answered alone, as what is sampled depends on the batch.
+        Requests with a seed are answered alone, because sampled tokens depend on the batch.
         """
         one, two = (
             (r.model, r.generation, r.penalties, isinstance(r.prompt, str)) for r in (self, other)
@@ -190,11 +190,11 @@ class ParsedRequest(BaseRequest):
 
 
 class StoredContext(NamedTuple):
-    """Stored responses that a request may refer to.
+    """Stored responses that a request may refer to, and checks for them.
 
     Args:
-        limits: Limits of the request together with the stored messages.
-        count_bytes: Counts the bytes of stored messages towards the request.
+        limits: Limits of the request's and the stored messages together.
+        count_bytes: Adds the bytes of stored messages to the request's size; may raise.
     """
 
     responses: ResponseStore
@@ -212,8 +212,8 @@ def read_request(
     """Parse the JSON of a request whose images :class:`guard.Guard` has checked.
 
     Args:
-        names: Names of the models that are served; requests without a model use the first.
-        defaults: Generation options that the request does not set.
+        names: Names of the served models; requests without a model use the first.
+        defaults: Values of generation options that the request does not set.
         stored: Responses that a :class:`ResponseRequest` may refer to.
 
     Raises:
@@ -251,13 +251,13 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
     previous_items, own = [], []
     if (previous_id := request.previous_response_id) is not None:
         text = stored.responses.conversation(previous_id)
-        stored.count_bytes(len(text))  # a small request may refer to a large conversation
+        stored.count_bytes(len(text))  # small requests may refer to large conversations
         previous_items = json.loads(text)
     for key, item in _with_keys("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
         own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
     items = [*previous_items, *(item for _, item in own)]
-    if items != request.input:  # the guard has only checked the request itself
+    if items != request.input:  # the guard has not checked stored messages
         check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
     with_keys = [*system, *(("previous_response_id", item) for item in previous_items), *own]
@@ -271,12 +271,12 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
 
 
 def _with_keys(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
-    """Return each item of a list with its key in the request."""
+    """Return each item of a list with its path in the request, such as ``input[0]``."""
     return [(f"{key}[{index}]", item) for index, item in enumerate(items)]
 
 
 def _validation_error(error: ValidationError, request_type: type[AnyRequest]) -> ApiError:
-    """Return the first of pydantic's errors for the client."""
+    """Return pydantic's first error as an error for the client."""
     first = error.errors(include_url=False)[0]
     key = format_key(first["loc"])
     problem = first["msg"]

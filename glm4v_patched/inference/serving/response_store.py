@@ -1,6 +1,7 @@
-"""A store of ``/v1/responses``' conversations, in memory, for later requests that refer to them.
+"""An in-memory store of the conversations of ``/v1/responses``, to which later requests may refer.
 
-All clients share one API key. Ids are random, so whoever knows an id has received it.
+All clients share one API key, so the key does not separate them. Ids are random, so only a client
+that received an id knows it.
 """
 
 import json
@@ -12,9 +13,9 @@ from .limits import ApiError
 
 MAX_RESPONSES = 1000
 MAX_STORED_BODIES = 4
-"""Size limit of all stored conversations, as a multiple of a request's largest size."""
+"""Size limit of all stored conversations together, as a multiple of a request's size limit."""
 MAX_ITEM_BYTES = 16 * 10**6
-"""Size limit of all stored answers (texts without images), which AI SDKs refer to."""
+"""Size limit of all stored answers together (without images), to which AI SDKs refer by id."""
 NOT_STORED_CURE = (
     "it was sent with store: false, was dropped to free memory, or is older than the server's "
     "last start: send the messages themselves in input"
@@ -22,11 +23,11 @@ NOT_STORED_CURE = (
 
 
 class LruStore:
-    """An LRU cache of JSON values, with limits of number and bytes."""
+    """An LRU cache of JSON values with a maximum number of entries and of bytes."""
 
     def __init__(self, max_entries: int, max_bytes: int):
         self.max_entries, self.max_bytes = max_entries, max_bytes
-        # Stored as text, whose size is known and which callers cannot change.
+        # Stored as JSON text, because its size is known and callers cannot change it.
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -59,14 +60,14 @@ class ResponseStore:
     def __init__(self, max_body_bytes: int):
         max_bytes = MAX_STORED_BODIES * max_body_bytes
         self._conversations = LruStore(MAX_RESPONSES, max_bytes)
-        # Separate: clients that refer to items send their images again with every request.
+        # A separate store for answers: clients that refer to them send images with every request.
         self._items = LruStore(MAX_RESPONSES * 16, MAX_ITEM_BYTES)
 
     def save(self, items: list[dict[str, Any]], response: dict[str, Any]) -> None:
         """Store a response.
 
         Args:
-            items: All messages of the conversation before it.
+            items: All messages of the conversation before the response.
             response: The response as the client gets it.
         """
         self._conversations.put(response["id"], [*items, *response["output"]])

@@ -97,8 +97,8 @@ def choose_vllm(options: Namespace) -> str | None:
     """Return vLLM's program if vLLM is to serve, otherwise None.
 
     Raises:
-        ValueError: --engine vllm with options that it does not support.
-        RuntimeError: --engine vllm, but vLLM is not installed.
+        ValueError: --engine vllm is given with options that vLLM does not support.
+        RuntimeError: --engine vllm is given, but vLLM is not installed.
     """
     if options.engine == "transformers":
         return None
@@ -149,7 +149,7 @@ def find_adapters(
 
 
 def _base_identity(base: ModelSource) -> tuple[str, str | None]:
-    """Return the base model's real path, or its id, and its revision."""
+    """Return the base model's real path, or its id on the Hub, and its revision."""
     is_folder = os.path.isdir(base.model)
     return os.path.realpath(base.model) if is_folder else base.model, base.revision
 
@@ -157,16 +157,16 @@ def _base_identity(base: ModelSource) -> tuple[str, str | None]:
 def add_adapters(
     model: Any, base: ModelSource, adapters: Mapping[str, ModelSource]
 ) -> tuple[Any, Callable[[str], AbstractContextManager]]:
-    """Return the model with all adapters, and a function that returns a context for a name.
+    """Return the model with all adapters loaded, and a function that activates adapters by name.
 
-    In that context, the model uses the adapters of that name only.
+    The function returns a context in which the model uses only the adapters of this name.
     """
     if not adapters:
         return model, lambda name: nullcontext()
 
     from ...engine.trainable import load_trainable_adapters
 
-    # Client-side names may have dots, names of modules may not.
+    # Names that clients use may have dots, but names of torch modules may not.
     module_names = {name: f"adapters_{number}" for number, name in enumerate(adapters)}
     for name, source in adapters.items():
         assert source.adapters is not None
@@ -202,9 +202,10 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def allowed_hosts(host: str, api_key: str | None) -> list[str] | None:
-    """Return the host names that clients may use, or None for any if there is an API key.
+    """Return the host names that clients may use; None, which allows any, if there is an API key.
 
-    These are localhost, ``host``, and this machine's name if other machines can reach the server.
+    The names are localhost, ``host``, and this machine's name if other machines can reach the
+    server.
     """
     if api_key:
         return None

@@ -1,7 +1,8 @@
-"""The command ``vllm serve`` with our plug-in, limits and the options of ``glm4v-patched serve``.
+"""Make the command ``vllm serve`` from the options of ``glm4v-patched serve``.
 
-The plug-in, an entry point of this package, gives images the right positions. Limits that vLLM does
-not have are enforced by :class:`guard.Guard`, as its middleware. Imports no vLLM.
+This package's plug-in, which vLLM finds by its entry point, gives images the right positions.
+:class:`guard.Guard`, as vLLM's middleware, enforces limits that vLLM does not have. This module
+does not import vLLM.
 """
 
 import json
@@ -29,9 +30,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM also seeds numpy, which accepts no larger seed.
 MAX_VLLM_SEED = 2**32 - 1
 VLLM_MAX_REQUESTS = 1024
-"""Requests that are answered or wait; vLLM's batches have several times as many tokens as ours."""
+"""Requests that wait or are being answered; more than ours, because vLLM's batches are larger."""
 VLLM_MAX_BUFFERED_BODIES = 64
-# A name that no host has (RFC 6761): vLLM would read an empty list as "any".
+# A name that no host has (RFC 6761), because vLLM would read an empty list as "any domain".
 NO_DOMAIN = "fetching.is.invalid"
 
 
@@ -54,7 +55,7 @@ def vllm_command(
     Args:
         program: Path of vLLM's program.
         name: Name of the model for clients.
-        adapters: Other adapters to serve, by the names that clients use.
+        adapters: Adapters to serve besides the model, by the names that clients use.
         address: Host and port.
 
     Raises:
@@ -85,13 +86,13 @@ def vllm_command(
         command += ["--enable-lora", "--max-lora-rank", str(max_rank), "--lora-modules"]
         command += [f"{key}={folder}" for key, folder in folders.items()]
         command += ["--max-loras", str(len(folders))]
-    # As in our other commands, sampling options in the model's folder are not used.
+    # "vllm" ignores the generation options in the model's folder, as our other commands do.
     command += ["--generation-config", "vllm"]
     options = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
     config = {key: value for key, value in generation.to_kwargs().items() if key in options}
     config |= {} if generation.do_sample else {"temperature": 0}
     command += ["--override-generation-config", json.dumps(config)]
-    # vLLM's API pages load scripts from other hosts.
+    # vLLM's pages about its API are disabled, because they load scripts from other hosts.
     command += ["--seed", str(generation.seed), "--disable-fastapi-docs"]
     # The middleware fetches images itself and passes on data URLs.
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
@@ -100,7 +101,7 @@ def vllm_command(
 def vllm_environment(limits: ServerLimits) -> dict[str, str]:
     """Return the environment of vLLM's server, with limits and API key.
 
-    The key is not in the command, which other users of the machine can see.
+    The key is in the environment, because other users of the machine can see the command.
     """
     limits = replace(
         limits, max_requests=VLLM_MAX_REQUESTS, max_buffered_bodies=VLLM_MAX_BUFFERED_BODIES
@@ -124,7 +125,7 @@ def _rank_for_vllm(folder: Path) -> int:
             f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
         )
         problem += "apply adapters"
-    # vLLM 0.32.0 reads them; other versions ignore them and scale by r and lora_alpha alone.
+    # vLLM 0.32.0 reads these patterns; other versions ignore them and use r and lora_alpha alone.
     elif patterns := [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]:
         problem = f"the adapters have {' and '.join(patterns)}, which some vLLM versions ignore"
     elif config["r"] > LORA_RANKS[-1]:
