@@ -1,8 +1,8 @@
 """The class :class:`Recipe`, and the check of a recipe's values with all problems at once.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` are those of transformers'
-``TrainingArguments``. The check takes no time, because torch is imported only for a recipe with a
-field of ``TrainingArguments`` that is not declared here.
+``TrainingArguments``. The check is fast: torch is imported only for a recipe with a field of
+``TrainingArguments`` that is not declared here.
 """
 
 import difflib
@@ -74,7 +74,7 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # The paths model and data.train may change: a resumed run compares the contents instead.
+    # A resumed run may have other paths in model and data.train: it compares their contents.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
