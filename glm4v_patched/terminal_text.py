@@ -104,8 +104,8 @@ def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
 
 
 def _program(name: str, module: str) -> list[str]:
-    """Return the command of a program installed beside this Python, by its bare name if PATH finds it;
-    if there is none, ``python -m MODULE``."""
+    """Return the command of a program installed beside this Python, by its bare name if PATH finds
+    it; without such a program, return ``python -m MODULE``."""
     bin_folder = Path(sys.executable).parent
     installed = shutil.which(name, path=str(bin_folder))
     if installed is None:
@@ -113,7 +113,7 @@ def _program(name: str, module: str) -> list[str]:
     on_path = shutil.which(name)
     if on_path is not None and os.path.samefile(on_path, installed):
         return [name]
-    # A path relative to the current folder, such as .venv/bin/glm4v-patched.
+    # Show a path relative to the current folder, such as .venv/bin/glm4v-patched.
     if bin_folder != Path.cwd() and bin_folder.is_relative_to(Path.cwd()):
         return [str(Path(installed).relative_to(Path.cwd()))]
     return [installed]

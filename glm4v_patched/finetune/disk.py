@@ -78,8 +78,8 @@ def checkpoints_at_once(
     Args:
         may_end_with_one: Whether the run may end with a checkpoint at a row that cannot be used
             (:attr:`Data.ends_at_bad_row`).
-        steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, the
-            limit on checkpoints is returned, or 1 without a limit.
+        steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, as
+            many checkpoints as ``save_total_limit`` allows are counted, or one without a limit.
     """
     limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
     # The best checkpoint stays beside the newest ones.

@@ -39,7 +39,7 @@ class DivergenceMonitor(TrainerCallback):
     :class:`Diverged` is raised.
 
     Args:
-        limit: Number of such steps in a row that end the run; a shorter run ends after its last.
+        limit: Number of such steps in a row that end the run; at most all steps of the run.
 
     Attributes:
         verdict: Why the run was ended, or None.
@@ -155,7 +155,7 @@ def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: s
     for name, parameter in named:
         if parameter.is_floating_point():
             names.append(name.removeprefix("base_model.model."))
-            # Under ZeRO-3 this is the shard of this process; the last process's shard has padding.
+            # Under ZeRO-3 this is the process's shard; the last shard's padding is left out.
             tensors.append(unpadded_shard(parameter) if is_sharded(parameter) else parameter.data)
     if not tensors:
         return

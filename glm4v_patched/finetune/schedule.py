@@ -119,7 +119,7 @@ def _build(arguments: Arguments, optimizer: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _sampled_steps(arguments: Arguments) -> list[int]:
-    """Return all steps of a short run; of a long one, evenly spread steps and those around edges."""
+    """Return all steps of a short run; of others, evenly spread steps and those around edges."""
     steps, warmup = arguments["max_steps"], arguments["warmup_steps"]
     if steps <= MAX_SAMPLED_STEPS:
         return [*range(steps + 1)]

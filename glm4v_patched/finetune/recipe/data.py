@@ -100,7 +100,7 @@ class Data(Section):
 
     @property
     def ends_at_bad_row(self) -> bool:
-        """Return whether a row that cannot be used ends the run; the run then saves a checkpoint."""
+        """Return whether a row that cannot be used ends the run, which then saves a checkpoint."""
         return self.is_streamed and self.on_bad == "fail"
 
     @property
@@ -131,6 +131,6 @@ class Data(Section):
         return [*self.sources(), *(eval_sources if isinstance(eval_sources, tuple) else ())]
 
     def _common_fields(self) -> dict[str, Any]:
-        """Return the fields of this section that hold for each set that does not set them itself."""
+        """Return the fields of this section that are the defaults of each set."""
         names = ("format", "image_folder", "ignore", "allow_urls", "columns", "max_samples")
         return {name: getattr(self, name) for name in names}

@@ -40,7 +40,7 @@ class RecipeProblem(NamedTuple):
 
 @contextmanager
 def collect_problems(problems: list[RecipeProblem], name: str, prefix: str = "") -> Iterator[None]:
-    """Append a ``ValueError`` of the block to ``problems``, and go on after the block.
+    """Append an error of the block (``ValueError``, ``RuntimeError``) to ``problems``, and go on.
 
     Args:
         name: Dotted name of the field that is checked.

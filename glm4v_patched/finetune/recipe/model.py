@@ -44,7 +44,7 @@ def resolve_base(recipe: Recipe) -> ModelSource:
 
 
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
-    """Raise ``ValueError`` if a field of ``lora`` is neither null nor equal to the adapters' value."""
+    """Raise ``ValueError`` if a field of ``lora`` that is not null differs from the adapters."""
     config, lora = read_json_object(folder / ADAPTER_CONFIG), recipe.lora
     peft_names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     peft_names |= {name: name for name in ("use_rslora", "use_dora")}

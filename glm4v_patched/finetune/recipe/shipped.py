@@ -11,7 +11,7 @@ REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the shipped recipes, such as ``lora_1x80gb``: LoRA on one GPU of 80 GB."""
+    """Return the names of the recipes, such as ``lora_1x80gb``: LoRA on one GPU of 80 GB."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

@@ -230,7 +230,7 @@ def is_longer(before: Any, now: dict[str, float]) -> bool:
     return same_unit and all(now[name] > before[name] for name in now)
 
 
-# Undeclared fields that may differ when a run is resumed; they affect only logging and data loading.
+# Undeclared fields that may differ when a run is resumed, such as those of logging and loading.
 UNDECLARED_MAY_CHANGE = {
     "logging_strategy",
     "logging_first_step",
@@ -256,7 +256,7 @@ UNDECLARED_MAY_CHANGE = {
     "dataloader_multiprocessing_context",
 }
 
-# Limits of fields, which torch checks, too, but only after the model is loaded.
+# Types with limits, by field. torch checks the limits, too, but only after the model is loaded.
 STRICTER_TYPES: dict[str, Any] = {
     "adam_beta1": BelowOne,
     "adam_beta2": BelowOne,

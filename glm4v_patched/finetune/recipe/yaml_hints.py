@@ -27,7 +27,7 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
     lines = text.split("\n")
     candidates = [number, *_content_before(lines, number)]
     start = error.context_mark.line + 1 if error.context_mark else number
-    if "simple key" in context:  # the parser expects a colon from line start on
+    if "simple key" in context:  # the parser has looked for a colon since that line
         candidates.insert(0, start)
     for candidate in candidates:
         if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
@@ -66,7 +66,7 @@ def find_mistake(line: str) -> str | None:
 
 
 def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return a list with the number of the last line with content before line ``number``, if any."""
+    """Return a list with the number of the last nonempty line before line ``number``, if any."""
     before = range(min(number - 1, len(lines)), 0, -1)
     return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
 
