@@ -159,7 +159,7 @@ def to_cli_arguments(settings: Any, but: Collection[str] = ()) -> list[str]:
 
 
 def find_field_problems(settings: Any) -> Iterator[str]:
-    """Yield a line for each field whose value its ``choices``, ``at_least`` or ``check`` refuses."""
+    """Yield a line per field whose ``choices``, ``at_least`` or ``check`` refuses its value."""
     for option_field in fields(settings):
         value, limits = getattr(settings, option_field.name), option_field.metadata
         if value is None:

@@ -69,7 +69,7 @@ def error_text(error: Exception) -> str:
     return printable(str(error), allow="\n\t")
 
 
-_active: list[threading.Event] = []
+_active: list[threading.Event] = []  # of running show_progress blocks, the innermost last
 
 
 @contextmanager

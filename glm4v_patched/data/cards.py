@@ -17,7 +17,7 @@ from .folders import Folder, find_matching_files
 from .messages import describe_value
 
 README, STANDALONE_CARD = "README.md", ".huggingface.yaml"
-MAX_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**20  # of a card
 MAX_COMPARISONS = 10_000_000
 """Limit on the number of files times the number of patterns that they are compared with."""
 LINE_END_RE = re.compile(r"\r\n?|\n")
@@ -25,14 +25,16 @@ KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "descri
 KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
 KNOWN_CONFIG_KEYS += ["columns", "field"]
 """Keys of a subset's config that choose files, or that do not affect how files are read here."""
+# A file of a split by the Hub's naming, such as data/train-00000-of-00004.parquet.
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 YAML_TRUE = ("true", "True", "TRUE")
+# For each split, the words in names of files and folders that show it.
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
     "test": "test|testing|eval|evaluation",
 }
-SEPARATOR = "[-._ 0-9]"
+SEPARATOR = "[-._ 0-9]"  # what may precede or follow a keyword in a name
 
 
 class Subset(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from ..atomic import find_file_problem
 
-CACHE_VERSION = 2
+CACHE_VERSION = 2  # of the form of the file; it is part of the file's name
 MAX_CACHE_BYTES = 2**28
 """A cache file that is larger is emptied."""
 

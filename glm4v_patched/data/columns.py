@@ -17,7 +17,7 @@ from ..terminal_text import listed, shorten
 from .messages import MAX_KEYS_LISTED, describe_value, quoted
 
 COLUMN_ROLES = ("question", "answer", "image", "system", "turns", "history")
-LIST_ROLES = ("question", "image")
+LIST_ROLES = ("question", "image")  # roles that may have a list of columns
 COLUMN_NAME_RE = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
 WIDTH_RE = re.compile(r"\d{0,3}")  # minimum width of a value in a template, such as 012
 MAX_PREVIEW_CHARACTERS = 40

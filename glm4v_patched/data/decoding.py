@@ -17,7 +17,7 @@ MAX_PIXELS = 120 * 10**6
 """Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
 MAX_THREADS = 32  # more would wait for the GIL
-IMAGES_PER_SUBMIT = 1000
+IMAGES_PER_SUBMIT = 1000  # given to the threads at a time
 
 
 class ImageCheck(NamedTuple):
@@ -30,7 +30,7 @@ class ImageCheck(NamedTuple):
     problem: str | None
 
 
-UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)
+UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)  # template for files that cannot be read
 
 
 def check_image_file(path: str) -> ImageCheck:

@@ -24,8 +24,8 @@ DOWNLOAD_TIMEOUT = 600
 """Seconds for a whole download."""
 MAX_DOWNLOAD_BYTES = 256 * 2**20
 MAX_REDIRECTS = 10
-REDIRECTS = (301, 302, 303, 307, 308)
-PORTS = (80, 443, 8080, 8443)
+REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
+PORTS = (80, 443, 8080, 8443)  # ports that a URL may have
 DOWNLOAD_CURE = "download the image yourself and use the path of the file"
 
 

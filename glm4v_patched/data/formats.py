@@ -25,7 +25,7 @@ from .messages import TRAIN_FLAGS, describe_value, quoted, read_each, refuse_key
 
 MessagesAndImages = tuple[Any, list | None]
 """A row's messages, and its images, or None for images if the row has none of its own."""
-ROW_IMAGES = ("images", "image")
+ROW_IMAGES = ("images", "image")  # keys of a row's images
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",

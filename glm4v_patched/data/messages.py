@@ -69,7 +69,7 @@ QWEN_IMAGE_PATH_RE = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # 
 EDGE_PLACEHOLDERS_RE = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
-SURROGATE_RE = re.compile("[\ud800-\udfff]")
+SURROGATE_RE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 MAX_KEYS_LISTED = 20
 MESSAGE_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # Which roles may follow each role; None is the beginning.

@@ -14,8 +14,9 @@ from .source import DataSource
 
 MEDIA_KEYS = ("video", "videos", "audio", "audios")
 ONLY_IMAGES_CURE = "the model accepts only images: remove the row"
-MAX_NAME_LENGTH, MAX_NAMES = 1024, 8
+MAX_NAME_LENGTH, MAX_NAMES = 1024, 8  # of names in a text that may be image files
 NAME_SEPARATOR_RE = re.compile(r"[\s()<>\"'=]+")
+# Code in Markdown, whose words are text.
 CODE_RE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 # Words in tokens and tags of ms-swift, LLaMA-Factory and the vocabularies of Qwen, InternVL, LLaVA,
 # DeepSeek-VL and others. The patterns must also be valid for re2, which Arrow uses.

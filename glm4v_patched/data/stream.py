@@ -30,6 +30,7 @@ from .source import DataSource
 ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
 """Keys of a batch: the problems of rows that were dropped from it, each with its location; and the
 reasons why sources cannot be read further, which must end the run."""
+# Stands in for a batch without usable rows.
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},

@@ -45,8 +45,9 @@ FOLDER_KINDS = {
 """Suffixes of the files in each kind of folder. A folder has the kind of most of its files; on
 ties, the first kind in this table."""
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Names of files with the rows of an image folder."""
 MAX_ROWS_PER_READ = 64
-MAX_BYTES_PER_READ = 2**27
+MAX_BYTES_PER_READ = 2**27  # as Python objects; a larger row is read alone
 MAX_DICTIONARY_BYTES = 2**22
 """Row groups up to this size keep texts in lists dictionary-encoded."""
 MAX_ROW_BYTES = 2**30
@@ -56,7 +57,7 @@ MAX_ROW_VALUES = 2**24
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 """Limits on values and on unpacked bytes per byte of a file; only files that repeat values exceed
 them."""
-MAX_STATE_BYTES = 2**24  # of a state.json or dataset_dict.json, which save_to_disk writes
+MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),

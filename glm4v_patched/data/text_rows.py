@@ -28,6 +28,7 @@ from .messages import MAX_KEYS_LISTED, quoted
 from .source import CSV_SUFFIXES, DataSource, suffix_of
 
 INVALID_BYTE_RE = re.compile("[\udc80-\udcff]")  # bytes decoded with "surrogateescape"
+# The names by which pyarrow knows compressions, by the first bytes of a file.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
 # Files that are not text, by their first bytes: what they are, and how to get a readable file.
 OTHER_FILE_KINDS = {
@@ -53,7 +54,7 @@ MAX_KEYS = 2**20
 TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
 MAX_DOCUMENT_CHARACTERS = 2**28
 """Limit of a JSON array or object, which is in memory as a whole."""
-BLANKS_RE = re.compile(r"[ \t\r\n]*")
+BLANKS_RE = re.compile(r"[ \t\r\n]*")  # as JSON defines them
 KNOWN_ROW_KEYS = {
     "image",
     *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),

@@ -11,7 +11,7 @@ BATCHES_AHEAD = 2
 """Batches that each worker prefetches."""
 SHARED_MEMORY = "/dev/shm"
 """Folder in memory through which workers pass batches to the training process."""
-BYTES_PER_PIXEL = 3 * 4
+BYTES_PER_PIXEL = 3 * 4  # three channels in fp32
 NUM_WORKERS, PREFETCH = "dataloader_num_workers", "dataloader_prefetch_factor"
 CONTEXT = "dataloader_multiprocessing_context"
 WITHOUT_WORKERS = {PREFETCH: None, CONTEXT: None, "dataloader_persistent_workers": False}

@@ -13,7 +13,7 @@ from ..models.base import ModelSource
 from .ending import saved_step_and_scores
 
 CARD_FILE = "README.md"
-VERSIONED = ("peft", "transformers", "torch")
+VERSIONED = ("peft", "transformers", "torch")  # packages whose versions the card names
 TEMPLATE = """
 # LoRA adapters for glm-4v
 

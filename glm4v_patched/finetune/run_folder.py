@@ -52,7 +52,7 @@ MODEL_CONFIGS += [
     "merges.txt",
 ]
 MODEL_FILES = WEIGHTS + MODEL_CONFIGS
-CODE_FILES = ["*_chatglm.py"]
+CODE_FILES = ["*_chatglm.py"]  # the model's code
 CODE_FILES += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
 CHECKPOINT_FOLDER = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")

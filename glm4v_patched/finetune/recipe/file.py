@@ -22,6 +22,7 @@ from .yaml_hints import explain_syntax_error, find_mistake
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MAX_RECIPE_BYTES = 2**16
 MAX_PROBLEMS = 20
+# Characters that YAML refuses or takes for line ends.
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from .file import RecipeError, short_json
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"
+REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"  # to be edited by users
 
 
 def shipped_names() -> list[str]:

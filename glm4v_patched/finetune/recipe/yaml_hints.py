@@ -5,6 +5,7 @@ import unicodedata
 
 import yaml
 
+# A line with a key, even if its colon is missing, full-width or a =.
 ENTRY = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>\s*[:：=]|(?=\s|$))(?P<rest>.*)")
 UNCLOSED = {
     "while scanning a quoted scalar": "a quote is not closed",
