@@ -49,8 +49,7 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file's content has changed or is missing. A new
-        time alone is not a change."""
+        """Return whether the file is missing or has other content; a new time alone is no change."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False
@@ -58,7 +57,7 @@ class FileStamp(NamedTuple):
 
 
 def file_times(path: str) -> tuple[int, int, int] | None:
-    """Return the size, mtime and ctime (ns) of a file; None if the file does not exist."""
+    """Return the size, mtime and ctime (ns) of a file; None if it is missing or out of reach."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):

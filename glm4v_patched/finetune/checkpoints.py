@@ -142,7 +142,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint, a line for each file; [] if it is complete.
+    """Return what is wrong with a checkpoint, one text per file; [] if it is complete.
 
     Args:
         contents: Whether to compare the digests of the files; else only their sizes.

@@ -35,7 +35,7 @@ def require_evaluations(
 ) -> None:
     """Raise ``ValueError`` if no row is left to evaluate on, or if the run would end too early.
 
-    That is, before ``eval_delay`` is over, or before an evaluation that a field needs.
+    Too early means before ``eval_delay`` is over, or before an evaluation that a field needs.
     """
     if checked.eval is None:
         return

@@ -144,7 +144,7 @@ class TrainerFields(Section):
 
     @property
     def effective_eval_strategy(self) -> str:
-        """Return ``eval_strategy``, or its default given ``eval_steps`` and data to evaluate on."""
+        """Return ``eval_strategy``, or its default given ``eval_steps`` for a run with ``data.eval``."""
         return self.eval_strategy or ("epoch" if self.eval_steps is None else "steps")
 
     @property
@@ -153,7 +153,7 @@ class TrainerFields(Section):
 
     @property
     def highest_rate(self) -> float:
-        """Return the learning rate, or the highest of those of the parts."""
+        """Return the learning rate, or the highest rate if parts of the model have their own."""
         rates = self.learning_rate
         return max(rates.values()) if isinstance(rates, dict) else rates
 

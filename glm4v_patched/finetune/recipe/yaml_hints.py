@@ -67,7 +67,7 @@ def find_mistake(line: str) -> str | None:
 
 
 def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return a list with the number of the last nonempty line before line ``number``, if any."""
+    """Return, as a list of at most one, the last line before ``number`` that has content."""
     before = range(min(number - 1, len(lines)), 0, -1)
     return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
 
