@@ -49,7 +49,7 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file is missing or has other content; a new time alone is no change."""
+        """Return whether the file is missing or has other content. A new time is no change."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False

@@ -88,7 +88,7 @@ def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the lower-case suffix of a file's name before a suffix of compression (``.gz``)."""
+    """Return the lower-case suffix of a file's name; of ``rows.csv.gz``, it is ``.csv``."""
     name = str(path).lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)

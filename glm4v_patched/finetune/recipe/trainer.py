@@ -144,7 +144,7 @@ class TrainerFields(Section):
 
     @property
     def effective_eval_strategy(self) -> str:
-        """Return ``eval_strategy``, or its default given ``eval_steps`` for a run with ``data.eval``."""
+        """Return ``eval_strategy``, or its default for a run with ``data.eval``."""
         return self.eval_strategy or ("epoch" if self.eval_steps is None else "steps")
 
     @property
