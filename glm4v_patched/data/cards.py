@@ -96,8 +96,8 @@ BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # C is ten time
 
 
 class _CardLoader(BaseLoader):
-    """Loads YAML as strings, lists and mappings without repeated keys. A merge key (``<<``) is a key
-    like any other."""
+    """Loads YAML as strings, lists and mappings without repeated keys. A merge key (``<<``) is not
+    interpreted."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         values = super().construct_mapping(node, deep)

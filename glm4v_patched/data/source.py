@@ -96,7 +96,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def find_path_problem(path: str) -> str | None:
-    """Return why no rows can be read from a path, or None; the path is not opened."""
+    """Return why no rows can be read from a path, or None. No file is opened."""
     if not os.path.lexists(path):
         if files := _expand_glob(path):
             problems = ((file, find_path_problem(file)) for file in files)
