@@ -1,4 +1,4 @@
-"""Fine-tune glm-4v-9b with modeling code that can be trained. Importing this changes nothing."""
+"""Fine-tune glm-4v-9b with modeling code that can be trained. The import alone patches nothing."""
 
 import importlib
 
@@ -13,7 +13,7 @@ _DEFINING_MODULES = {
 
 
 def __getattr__(name: str):
-    # Imported on first use, because these modules import torch and transformers.
+    # The module is imported on first use, because it imports torch and transformers.
     if name not in _DEFINING_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_DEFINING_MODULES[name]}", __name__), name)

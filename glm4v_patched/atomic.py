@@ -1,7 +1,7 @@
-"""Atomic writes, locks, and checks that a path is a regular file of ours.
+"""Atomic writes, locks, and checks of files before they are written or copied.
 
 An atomic write leaves either the old content or all of the new content, even after a power cut. The
-checks refuse links, pipes and folders where a file is expected.
+checks refuse links, pipes and folders where a regular file is expected.
 """
 
 import fcntl
@@ -35,8 +35,8 @@ def take_lock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> None:
     """Lock an open file or folder with flock until it is closed.
 
     Args:
-        path: Named in messages.
-        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+        path: The path to name in messages.
+        kind: ``fcntl.LOCK_EX`` (one holder) or ``fcntl.LOCK_SH`` (shared).
 
     Raises:
         BlockingIOError: Another process holds the lock.
@@ -86,10 +86,10 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_file_problem(path: Path, alone: bool = False) -> str | None:
-    """Return why a path is no regular file, such as "is a folder"; None if it is one, or absent.
+    """Return why a path is not a regular file, such as "is a folder"; None if it is one, or absent.
 
     Args:
-        alone: Whether a file with further hard links is a problem, too: set it for files that are
+        alone: Whether a file with further hard links is a problem, too, as it is for a file that is
             written in place.
     """
     try:
@@ -108,7 +108,7 @@ def find_file_problem(path: Path, alone: bool = False) -> str | None:
 
 
 def require_file(path: Path, alone: bool = False) -> None:
-    """Raise ``ValueError`` if :func:`find_file_problem` finds one."""
+    """Raise ``ValueError`` if :func:`find_file_problem` finds a problem."""
     if problem := find_file_problem(path, alone):
         raise ValueError(
             f"{path} {problem}, and is neither followed nor replaced; move it away, or give "
@@ -117,9 +117,9 @@ def require_file(path: Path, alone: bool = False) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Return whether a path, with links followed, lies in a model's folder.
+    """Return whether the file that a path leads to lies in a model's folder.
 
-    For a snapshot in the Hub's cache, the blobs of the same repository count as inside, too.
+    For a snapshot in the Hub's cache, the blobs of its repository count as inside, too.
     """
     root, target = folder.resolve(), path.resolve()
     is_snapshot = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")

@@ -103,9 +103,9 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Exit with the nearest name if there is no such command."""
+    """Exit with the nearest command's name if ``argv`` names an unknown command."""
     commands = parser.get_default("commands")
-    # No option before the command takes a value.
+    # The options before the command take no values.
     name = next((text for text in argv if not text.startswith("-")), None)
     if name is not None and name not in commands:
         near = difflib.get_close_matches(name.lower(), commands, 1)
@@ -127,7 +127,7 @@ def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fiel
     return message + (fields if has_fields and names else "; --help lists what there is")
 
 
-# Commands import late, so that --help and usage errors are answered without loading torch.
+# Each command imports its modules when it runs, so --help and usage errors do not load torch.
 
 
 def _run_demo(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed, by name."""
+    """Return the version of Python, and of each given package that is installed, by name."""
     by_name = {"python": platform.python_version()}
     for name in packages:
         with suppress(PackageNotFoundError):

@@ -1,8 +1,8 @@
 """Dataclass fields that are options of a command, fields of a recipe's section, or both.
 
-A field's metadata holds its help and its limits. The module imports neither torch nor pydantic, so
-that ``--help`` is answered at once; pydantic reads the limits from the same metadata by its own
-names (``ge``, ``gt``, ``le``, ``lt``, ``pattern``).
+A field's metadata holds its help and its limits. The limits have pydantic's names (``ge``, ``gt``,
+``le``, ``lt``, ``pattern``), because pydantic reads the same metadata. This module imports neither
+torch nor pydantic, so that ``--help`` is answered at once.
 """
 
 import argparse
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Exact:
-    """Marks a Literal that rejects equal values of another type: in Python, ``True == 1``."""
+    """Marks a Literal that rejects values of another type, although ``True == 1`` in Python."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
@@ -40,17 +40,17 @@ def option(default: Any, help: str, **more: Any) -> Any:
     """Declare a dataclass field that is an option.
 
     Args:
-        more: For argparse ``choices``, ``metavar``, ``type`` and ``flag`` (if the flag differs from
-            the field's name). For :func:`find_field_problems` ``at_least``, the smallest number,
-            and ``check``, a function of the value that returns what is expected, or None if it is
-            valid. For pydantic ``ge``, ``gt``, ``le``, ``lt``, ``pattern`` and ``strict``;
+        more: argparse reads ``choices``, ``metavar``, ``type`` and ``flag`` (if the flag differs
+            from the field's name). :func:`find_field_problems` reads ``at_least``, the smallest
+            number, and ``check``, a function that returns None for a valid value, or else what is
+            expected. pydantic reads ``ge``, ``gt``, ``le``, ``lt``, ``pattern`` and ``strict``.
             ``expected`` says in words what ``pattern`` matches.
     """
     return field(default=default, metadata={"help": help, "description": help, **more})
 
 
 def flag(option_field: Field) -> str:
-    """Return the option of the command line for a field, such as ``--zero-stage``."""
+    """Return the command-line option of a field, such as ``--zero-stage``."""
     return option_field.metadata.get("flag") or f"--{option_field.name}".replace("_", "-")
 
 
@@ -79,7 +79,7 @@ def add_option(parser: Any, option_field: Field, several: bool = False) -> None:
 
 
 def add_options(parser: Any, dataclass: type, names: Collection[str] | None = None) -> None:
-    """Add the fields of a dataclass that are options; with ``names``, only these fields."""
+    """Add the fields of a dataclass that are options; if ``names`` is given, only these fields."""
     for option_field in fields(dataclass):
         if option_field.metadata and (names is None or option_field.name in names):
             add_option(parser, option_field)
@@ -126,7 +126,7 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
 
 
 def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Wrap ``read`` so that argparse prints its errors with the expected values."""
+    """Return ``read`` with errors that argparse prints, which name the expected values."""
 
     def value_of(text: str) -> Any:
         try:
@@ -159,7 +159,7 @@ def to_cli_arguments(settings: Any, but: Collection[str] = ()) -> list[str]:
 
 
 def find_field_problems(settings: Any) -> Iterator[str]:
-    """Yield a line for each field whose value is out of its own limits."""
+    """Yield a line per field whose ``choices``, ``at_least`` or ``check`` refuses its value."""
     for option_field in fields(settings):
         value, limits = getattr(settings, option_field.name), option_field.metadata
         if value is None:

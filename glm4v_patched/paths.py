@@ -13,26 +13,25 @@ URL = re.compile(r"[A-Za-z][\w+.-]*://")
 class PathError(ValueError, argparse.ArgumentTypeError):
     """A path that is refused.
 
-    It is an ``ArgumentTypeError``, too, because argparse shows the messages of that class only.
+    The class is an ``ArgumentTypeError``, too, whose messages argparse shows as they are.
     """
 
 
 def expand_path(path: str) -> str:
     """Expand a leading ``~`` or ``~user`` of a path.
 
-    Ids of the Hub and URLs pass unchanged; expanding a path twice changes nothing. Also serves as
-    the ``type`` of command-line options.
+    Ids of the Hub and URLs stay as they are, and so does a path that is already expanded. The
+    function also serves as the ``type`` of command-line options.
 
     Raises:
-        PathError: There is no such user; or the path contains ``$``, and no file of that name
-            exists.
+        PathError: There is no such user; or the path contains ``$`` and no such file exists.
     """
     if not path:
         raise PathError("the path is empty; expected a file or a folder")
     if URL.match(path):
         return path
     expanded = path
-    with suppress(ValueError):  # it cannot be the name of a user
+    with suppress(ValueError):  # for text that cannot be the name of a user
         expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]
@@ -66,7 +65,7 @@ def _require_name_with_dollar(path: str) -> None:
 def is_within(path: str | Path, folder: str | Path) -> bool:
     """Return whether ``path`` is ``folder`` or lies below it; neither has to exist.
 
-    Links, ``..`` and other spellings of one name (on file systems that ignore case) are resolved.
+    Links, ``..`` and, on file systems that ignore case, other spellings of a name are resolved.
     """
     path, folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if path.is_relative_to(folder):
@@ -78,12 +77,12 @@ def is_within(path: str | Path, folder: str | Path) -> bool:
 
 
 def require_apart(out: str | Path, inputs: Iterable[tuple[str, str | Path]], name: str) -> None:
-    """Raise ``ValueError`` if an output lies in a folder that is read, or contains one.
+    """Raise ``ValueError`` if an output lies in an input folder, or contains one.
 
     Args:
         out: File or folder to be written; it need not exist.
-        inputs: Pairs ``(what it is, path)`` of what is read; paths that are no folders are skipped.
-        name: Name of ``out`` in messages, as users know it.
+        inputs: Pairs ``(description, path)`` of inputs; paths that are not folders are skipped.
+        name: The name of ``out`` for users, which messages contain.
     """
     cure = f"expected {name} in a folder of its own, beside that one"
     for description, path in inputs:

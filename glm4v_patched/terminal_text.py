@@ -15,7 +15,7 @@ FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 0.5, 5
 
 
 def own_command(*arguments: str) -> str:
-    """Return ``glm4v-patched ARGUMENTS`` as a command for this Python, activated or not."""
+    """Return ``glm4v-patched ARGUMENTS`` as a command that runs with this Python."""
     return shlex.join([*_program("glm4v-patched", "glm4v_patched"), *arguments])
 
 
@@ -41,7 +41,7 @@ def listed(names: Sequence[object], limit: int = 3, separator: str = ", ") -> st
     """Join the first ``limit`` names, and say how many more there are.
 
     Args:
-        separator: Put between two names; if it has a line feed, "and N more" gets its own line.
+        separator: Text between two names. If it has a line feed, "and N more" gets its own line.
     """
     text = separator.join(map(str, names[:limit]))
     before = separator if "\n" in separator else " "
@@ -49,12 +49,12 @@ def listed(names: Sequence[object], limit: int = 3, separator: str = ", ") -> st
 
 
 def printable(text: str, allow: str = "") -> str:
-    """Escape the characters that a terminal would obey or hide, except those in ``allow``."""
+    """Escape all characters that a terminal would obey or hide, except those in ``allow``."""
     return "".join(c if c.isprintable() or c in allow else ascii(c)[1:-1] for c in text)
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Return one line of printable characters; a longer text loses its middle."""
+    """Return text as one line of printable characters; the middle of a longer text is cut out."""
     line = text if text.isprintable() else repr(text)[1:-1]
     if len(line) <= limit:
         return line
@@ -69,18 +69,18 @@ def error_text(error: Exception) -> str:
     return printable(str(error), allow="\n\t")
 
 
-_active: list[threading.Event] = []
+_active: list[threading.Event] = []  # of running show_progress blocks, the innermost last
 
 
 @contextmanager
 def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
     """Print the activity to standard error if the block takes long, and then every few seconds.
 
-    Of nested calls only the innermost prints.
+    Of nested calls, only the innermost prints.
 
     Args:
-        activity: Such as "loading the model".
-        enabled: False prints nothing.
+        activity: What the block does, such as "loading the model".
+        enabled: If False, nothing is printed.
     """
     ended = threading.Event()
 
@@ -104,7 +104,8 @@ def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
 
 
 def _program(name: str, module: str) -> list[str]:
-    """Return a program beside this Python, by its bare name if PATH has it; or ``python -m``."""
+    """Return the command of a program installed beside this Python, by its bare name if PATH finds
+    it; without such a program, return ``python -m MODULE``."""
     bin_folder = Path(sys.executable).parent
     installed = shutil.which(name, path=str(bin_folder))
     if installed is None:
@@ -112,7 +113,7 @@ def _program(name: str, module: str) -> list[str]:
     on_path = shutil.which(name)
     if on_path is not None and os.path.samefile(on_path, installed):
         return [name]
-    # A path relative to the current folder, such as .venv/bin/glm4v-patched.
+    # Show a path relative to the current folder, such as .venv/bin/glm4v-patched.
     if bin_folder != Path.cwd() and bin_folder.is_relative_to(Path.cwd()):
         return [str(Path(installed).relative_to(Path.cwd()))]
     return [installed]

@@ -1,7 +1,7 @@
 """Subsets and splits of a folder, found by its card (the YAML of README.md) or by names of files.
 
-The rules for names are those of ``datasets``, which is not used because it opens whatever a card
-names. Needs no torch.
+The rules for names are those of ``datasets``. That library is not used, because it opens any file
+that a card names. Needs no torch.
 """
 
 import re
@@ -17,35 +17,37 @@ from .folders import Folder, find_matching_files
 from .messages import describe_value
 
 README, STANDALONE_CARD = "README.md", ".huggingface.yaml"
-MAX_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**20  # of a card
 MAX_COMPARISONS = 10_000_000
-"""Number of files times the number of patterns that they are compared with."""
+"""Limit on the number of files times the number of patterns that they are compared with."""
 LINE_END_RE = re.compile(r"\r\n?|\n")
 KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "description", "version"]
 KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
 KNOWN_CONFIG_KEYS += ["columns", "field"]
 """Keys of a subset's config that choose files, or that do not affect how files are read here."""
+# A file of a split by the Hub's naming, such as data/train-00000-of-00004.parquet.
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 YAML_TRUE = ("true", "True", "TRUE")
+# For each split, the words in names of files and folders that show it.
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
     "test": "test|testing|eval|evaluation",
 }
-SEPARATOR = "[-._ 0-9]"
+SEPARATOR = "[-._ 0-9]"  # what may precede or follow a keyword in a name
 
 
 class Subset(NamedTuple):
-    """Files of one split of a subset, and the class names of its columns."""
+    """Files of one split of a subset, and the names of the classes by column."""
 
     files: list[str]
     classes: dict[str, list[str]]
 
 
 def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
-    """Return one split of a subset of a folder; without a name, of the default subset.
+    """Return one split of the subset ``name`` of a folder; None means the default subset.
 
-    Files that a card names for other splits need not exist: they may not have been downloaded.
+    Files that a card names for other splits need not exist, because a user may download one split.
 
     Raises:
         ValueError: There is no such subset or split, the card cannot be read, or it names something
@@ -94,8 +96,8 @@ BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # C is ten time
 
 
 class _CardLoader(BaseLoader):
-    """Loads YAML as strings, lists and mappings without repeated keys. Nothing else is interpreted;
-    a merge key (``<<``) is a key like others."""
+    """Loads YAML as strings, lists and mappings without repeated keys. A merge key (``<<``) is not
+    interpreted."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         values = super().construct_mapping(node, deep)
@@ -108,7 +110,7 @@ class _CardLoader(BaseLoader):
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return the content of the card, and under ``where`` the file that contains the configs."""
+    """Return the content of the card; the key ``where`` has the file that contains the configs."""
     card: dict[str, Any] = {}
     for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
@@ -205,8 +207,8 @@ def _describe_unknown_file(folder: Folder, where: str, name: str) -> str:
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Return the splits that the names of files and folders show; if none, all files are
-    ``train``."""
+    """Return the files of each split that names of files and folders show; without any, all files
+    are ``train``."""
     shards = [(match[1], file) for file in files if (match := SHARD_RE.fullmatch(file))]
     if shards:
         names = dict.fromkeys([*SPLIT_KEYWORDS, *sorted({split for split, _ in shards})])

@@ -1,10 +1,10 @@
 """Check data sources before training: read, render and measure every row, decode every image.
 
-The rows go to a file (:mod:`stored_rows`), from which training processes read them, and a
-description of them beside it (:class:`checked_data.CheckedData`). Images that passed are cached
-(:mod:`check_cache`) and not decoded again until they change.
+The check stores the rows in a file (:mod:`stored_rows`), and returns a description of them
+(:class:`checked_data.CheckedData`). The result of each image that passed is cached
+(:mod:`check_cache`), and the image is decoded again only after its file has changed.
 
-Only a batch of rows is in memory at a time; of all rows, only the paths of their images are.
+One batch of rows is in memory at a time; of all rows, only the paths of their images are.
 """
 
 import hashlib
@@ -47,12 +47,13 @@ from .stored_rows import (
 from .text_rows import count_lines, file_kind
 from .workers import cores
 
-# Images between two writes, so that a stopped check loses little work.
+# Images after which the cache is written, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Tokenizing this many characters takes a second. The limit on position ids does not bound their
-# number: 100 blanks are one token.
+# Limit of a row's JSON. Tokenizing this many characters takes a second. The limit on position ids
+# does not bound the characters, because one token may stand for 100 blanks.
 MAX_CHARACTERS = 2**20
-# A file that changes twice within a tick of its file system's clock has the same time for both.
+# A file that changes twice within one tick of its file system's clock has the same time after both
+# changes, so a file that was changed this recently is not cached.
 CLOCK_TICK_NS = 2 * 10**9
 
 # Reading this many bytes takes a second; starting a process takes a tenth of one.
@@ -68,7 +69,7 @@ class _SourceRows(NamedTuple):
     """Rows as they were read, and which of them are usable.
 
     Attributes:
-        problems: Problems of the rows of each source.
+        problems: For each source, the problems of its rows.
         usable: Numbers of the usable rows.
     """
 
@@ -98,9 +99,10 @@ def check_sources(
         processor: A ``ChatGLMProcessor``.
         max_positions: Number of position ids that the model supports.
         evaluate: Sources to evaluate on, or the share of rows to hold out. The rows with the lowest
-            digests are held out: their order does not matter, and equal rows stay together.
+            digests are held out, so the order of rows does not matter, and equal rows are all held
+            out or all trained on.
         pack_to: Length of a packed sequence, which no conversation may exceed.
-        on_bad: Raise for rows that cannot be used, or skip them.
+        on_bad: What to do about rows that cannot be used: raise ("fail") or skip them ("skip").
         image_cache: File that caches the results of image checks; default
             :func:`check_cache.default_cache_path`.
         num_precheck: Check only this many rows of each training source; the others are checked
@@ -114,7 +116,7 @@ def check_sources(
     eval_sources = () if evaluate is None or isinstance(evaluate, float) else evaluate
     collator = ConversationCollator(processor)
     image_cache = image_cache or default_cache_path()
-    if num_precheck is not None:  # streamed rows are sampled by weight
+    if num_precheck is not None:  # in a stream, weights affect only the sampling
         sources = [replace(source, weight=1.0) for source in sources]
     stored = [(sources, *_read_sources(sources, collator, image_cache, num_precheck))]
     if eval_sources:
@@ -165,8 +167,8 @@ def _read_sources(
     image_cache: Path | None,
     num_precheck: int | None = None,
 ) -> tuple[list[FileStamp], StoredRows]:
-    """Read and measure the rows of sources, or the first ones; return stamps of the files, and the
-    rows."""
+    """Read and measure the rows of sources, at most ``num_precheck`` of each; return the stamps of
+    the data files, and the rows."""
     streamed = num_precheck is not None
     files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
     folder = image_cache and image_cache.parent
@@ -205,8 +207,8 @@ def _measured_batches(
 
 
 def num_reading_processes(sources: DataSources) -> int:
-    """Return how many processes read the sources: one per core for large text files. Tables and
-    downloaded images are read by threads of one process."""
+    """Return how many processes read the sources: at most one per core if all are text files, and
+    one if a source is a table, a folder or on the Hub, or may need downloads."""
     useful_processes = 0
     for source in sources:
         path = Path(source.path)
@@ -268,8 +270,8 @@ def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any
 def _digest_messages(messages: list[dict]) -> bytes:
     """Return the sha256 of a conversation's JSON without its images.
 
-    The keys of messages are sorted; those inside of tools are not, because the template writes them
-    in their order.
+    The keys of messages are sorted. Keys inside of ``tools`` keep their order, because the template
+    writes them in that order.
     """
     if images_of(messages):
         messages = replace_images(messages, lambda path: "")
@@ -373,8 +375,8 @@ def _split_held_out(
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
-    """Yield the usable rows of sources as checked data: all; or those to train on, then the share
-    that is held out."""
+    """Yield the usable rows as checked data: with ``eval_share``, first the rows to train on, then
+    the rows that are held out; otherwise all rows."""
     rows = result.rows.select(result.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from ..atomic import find_file_problem
 
-CACHE_VERSION = 2
+CACHE_VERSION = 2  # of the form of the file; it is part of the file's name
 MAX_CACHE_BYTES = 2**28
-"""A larger file is emptied."""
+"""A cache file that is larger is emptied."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ def default_cache_path() -> Path | None:
 class ImageCheckCache:
     """JSON values by keys, in a file to which several processes may append at once.
 
-    Each line begins with its digest, so that lines cut short or damaged are not read. Without a
-    path, or after an error, the cache is empty.
+    Each line begins with its digest, by which lines that are cut short or damaged are found and
+    left out. Without a path, or after an error, the cache is empty.
     """
 
     def __init__(self, path: Path | None):
@@ -53,7 +53,7 @@ class ImageCheckCache:
                 self.file.truncate(0)
 
     def get(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return the latest values of those keys that are in the cache."""
+        """Return the latest value of each key that is in the cache."""
         requested = {*keys}
         values: dict[str, Any] = {}
         with self._disabled_on_error():

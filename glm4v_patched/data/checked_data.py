@@ -33,11 +33,11 @@ from .stored_rows import (
 
 MAX_NAMES = 10_000  # names to look at in a folder
 CHECK_VERSION = 8
-"""Raised with each change of the checks, after which images that passed before may fail."""
+"""Version of the checks. Raise it with each change after which an image that passed may fail."""
 
 
 class EpochCounts(NamedTuple):
-    """Sums over the samples of an epoch.
+    """Sums over the samples of an epoch (rows repeated by weight).
 
     Attributes:
         images: A repeated image counts each time.
@@ -74,9 +74,11 @@ class BatchSequences(NamedTuple):
 class CheckedData:
     """The rows to train on, and the state of their files when they were checked.
 
+    A sample is one occurrence of a row in an epoch.
+
     Attributes:
         sources: The data sources.
-        files: Stamps of those sources that are files.
+        files: Stamps of the sources that are files.
         pack_to: The length of a packed sequence that the rows were checked against.
         rows: The usable rows, once each; :attr:`order` repeats them by weight.
         images: Stamps of the image files of these rows.
@@ -110,9 +112,9 @@ class CheckedData:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The row of each sample of an epoch before shuffling: ``(samples,)``.
+        """The number of the row of each sample of an epoch, before shuffling: ``(samples,)``.
 
-        With weight 1.5, each row of a source occurs once, and a fixed half of them a second time.
+        With weight 1.5, a fixed half of a source's rows occur twice, and the other rows once.
         """
         weights = [source.weight for source in self.sources]
         if all(weight == 1 for weight in weights):
@@ -138,8 +140,8 @@ class CheckedData:
 
     @cached_property
     def row_labels(self) -> tuple[int | str, ...]:
-        """The line of each sample of an epoch; with several sources, after the name of its
-        source."""
+        """The line of each sample of an epoch; with several sources, the name of its source comes
+        first."""
         lines = self.column("line").tolist()
         if len(self.sources) == 1:
             return tuple(lines)
@@ -263,8 +265,8 @@ class CheckedData:
 def _images_warning(source: DataSource, num_without: int, num_samples: int) -> str | None:
     """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
 
-    There is a warning if other samples have an image, the image column is empty, an ignored key
-    looks like one of images, or the source's folder contains images.
+    The warning is given if other samples have an image, the image column is empty, the name of an
+    ignored key sounds like images, or the source's folder contains images.
     """
     text = f"{num_without:,} of {num_samples:,} samples have no image"
     if num_without == num_samples and source.columns and "image" in source.columns:
@@ -299,7 +301,7 @@ def _rows_with_media_words(rows: StoredRows) -> np.ndarray:
 
 
 def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sha256 of each row's text and of the bytes of its images, wherever the images are
+    """Yield the sha256 of each row's text and of the bytes of its images, wherever these images are
     stored.
 
     Args:

@@ -41,7 +41,7 @@ class ConversationCollator:
 
         Args:
             processor: A ``ChatGLMProcessor``.
-            stamps: Stamps of image files, which must not change.
+            stamps: Stamps by path of image files; these files must not have changed.
         """
         self.processor = processor
         self.stamps = stamps
@@ -103,7 +103,7 @@ class ConversationCollator:
         for ids, conversation in zip(sequences, conversations, strict=True):
             ids = [*ids, self.end_id]
             images = ids.count(self.image_id)
-            # In unexpanded prompts, one placeholder stands for all tokens inside of an image.
+            # The ids are not expanded: one placeholder stands for all tokens of an image.
             tokens = len(ids) + images * (self.processor.num_image_tokens - 1)
             labels = self.labels(ids, conversation)
             supervised = len(labels) - labels.count(IGNORE_INDEX)
@@ -111,14 +111,15 @@ class ConversationCollator:
         return sizes
 
     def labels(self, ids: list[int], conversation: Sequence[dict] = ()) -> list[int]:
-        """Return the ids of the assistant's supervised turns, -100 elsewhere.
+        """Return the labels of a conversation: its ids in supervised turns, and -100 elsewhere.
 
         Args:
             ids: Token ids of a conversation, expanded or not.
             conversation: The conversation; if omitted, all turns of the assistant are supervised.
 
         Raises:
-            ValueError: Some turn is not supervised, and the ids have another number of turns.
+            ValueError: A turn has ``"train": False``, and the ids have another number of turns than
+                the conversation.
         """
         supervised = supervised_turns(conversation)
         if all(supervised):
@@ -139,7 +140,7 @@ class ConversationCollator:
 
 
 def _find_all(ids: list[int], token: int) -> Iterator[int]:
-    """Yield the indices of a token. ``list.index`` takes a tenth of the time of a loop."""
+    """Yield the indices of a token. ``list.index`` takes a tenth of the time of a Python loop."""
     index = -1
     with suppress(ValueError):
         while True:

@@ -1,9 +1,9 @@
 """The columns of a row that are its question, answer and images (``data.columns``). Needs no torch.
 
 A value is the name of a column (``answer``), a path into one (``json.answer``, ``captions.0``), or
-a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``). Text
-without braces must contain a blank or another character that names of columns lack. A list gives
-the lines of a question, some of which a row may lack, or several images.
+a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``). A
+template without braces must contain a blank or another character that names of columns lack. A list
+names several images, or the lines of a question, some of which a row may lack.
 """
 
 import re
@@ -17,15 +17,15 @@ from ..terminal_text import listed, shorten
 from .messages import MAX_KEYS_LISTED, describe_value, quoted
 
 COLUMN_ROLES = ("question", "answer", "image", "system", "turns", "history")
-LIST_ROLES = ("question", "image")
+LIST_ROLES = ("question", "image")  # roles that may have a list of columns
 COLUMN_NAME_RE = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
-WIDTH_RE = re.compile(r"\d{0,3}")  # such as 012
+WIDTH_RE = re.compile(r"\d{0,3}")  # minimum width of a value in a template, such as 012
 MAX_PREVIEW_CHARACTERS = 40
 TOOL_COLUMNS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
-"""Columns that WebDataset's reader and pandas add."""
+"""Columns that WebDataset's reader and pandas add to the data."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 EMPTY_CELL = object()
-"""Marks an empty cell, whose key the row counts as lacking: a table has each column in each row."""
+"""Marks an empty cell of a table, whose rows have all columns: the row then lacks the key."""
 
 Columns = Mapping[str, Any]
 
@@ -61,8 +61,8 @@ def named_columns(value: str | list[str]) -> list[str]:
 
 
 def find_unnamed_columns(row: dict, named: Collection[str], prefix: str = "") -> Iterator[str]:
-    """Yield the non-empty columns of a row that are not in ``named``; if only a part of an object
-    is named, its other parts."""
+    """Yield the non-empty columns of a row that are not in ``named``; if only parts of an object
+    are named, yield its other parts."""
     for key, value in row.items():
         name = prefix + key
         if name in named or name in TOOL_COLUMNS or is_blank_value(value):
@@ -155,7 +155,7 @@ def _parse_template(template: str) -> list[tuple[str, str | None, str]]:
 
 
 def _plain_column(template: str) -> str | None:
-    """Return the column that a template merely names; None for other templates."""
+    """Return the column if a template consists of its name alone; None for other templates."""
     (literal, column, width), *more = _parse_template(template)
     return None if literal or width or more else column
 

@@ -14,10 +14,10 @@ from .image_limits import SHRINK_CURE, TooLargeError, count_decoded_pixels, open
 from .workers import cores
 
 MAX_PIXELS = 120 * 10**6
-"""More than the 108 megapixels of phone cameras; decoded, these pixels take half a gigabyte."""
+"""Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
 MAX_THREADS = 32  # more would wait for the GIL
-IMAGES_PER_SUBMIT = 1000
+IMAGES_PER_SUBMIT = 1000  # given to the threads at a time
 
 
 class ImageCheck(NamedTuple):
@@ -30,13 +30,13 @@ class ImageCheck(NamedTuple):
     problem: str | None
 
 
-UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)
+UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)  # template for files that cannot be read
 
 
 def check_image_file(path: str) -> ImageCheck:
     """Read an image file and decode all of it."""
     try:
-        # Before opening: reading a pipe would block.
+        # This comes before the file is opened, because reading a pipe would block.
         if not stat.S_ISREG(os.stat(path).st_mode):
             return UNREAD_IMAGE._replace(problem="is not a file")
         with open(path, "rb") as file:
@@ -58,8 +58,8 @@ def check_image_file(path: str) -> ImageCheck:
 
 
 def has_decodable_header(path: str) -> bool:
-    """Return whether a file's header, the only part that is decoded, is that of an image within the
-    limits of :func:`check_image_file`."""
+    """Return whether a file has the header of an image within the limits of
+    :func:`check_image_file`; the pixels are not decoded."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_IMAGE_BYTES:
             return False
@@ -78,7 +78,7 @@ def find_image_problem(content: bytes) -> str | None:
 
     if not content:
         return "is empty: it has 0 bytes; copy it again"
-    # Never restored: all threads share the filters.
+    # The filter is never restored, because all threads share the filters.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with open_image(content) as image:
@@ -105,8 +105,8 @@ def find_image_problem(content: bytes) -> str | None:
 def check_image_files(paths: Sequence[str]) -> Generator[ImageCheck, None, None]:
     """Yield :func:`check_image_file` of each path, in order.
 
-    Uses one thread per core: Pillow and hashlib release the GIL. Closing the generator drops the
-    remaining work.
+    There is one thread per core, because Pillow and hashlib release the GIL. Closing the generator
+    drops the remaining work.
     """
     with ThreadPoolExecutor(min(cores(), MAX_THREADS)) as threads:
         for start in range(0, len(paths), IMAGES_PER_SUBMIT):

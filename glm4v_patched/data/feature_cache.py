@@ -1,12 +1,12 @@
 """Cache the features that a frozen vision tower computes, and reuse them in later epochs.
 
-The features of an image are reused only for the same pixels (bytes, dtype and shape), and from a
-folder only for the same tower: its weights, its config and whatever else affects its rounding
-(:meth:`TowerFeatures.fingerprint`). Reused features are, byte for byte, those of the image's first
-forward. In a batch of another size the tower may round differently, as always.
+Features are reused only for the same pixels (bytes, dtype and shape). Features in a folder are
+reused only for the same tower: its weights, its config and all else that affects its rounding
+(:meth:`TowerFeatures.fingerprint`). Reused features equal, byte for byte, those of the image's
+first forward; the tower itself may round differently in a batch of another size.
 
-Each training step is ``batch = features.replace_images(batch)``, ``outputs = model(**batch)``,
-``features.keep(outputs)``, on batches of ``features.collator(collator)``.
+A training step takes a batch of ``features.collator(collator)`` and runs ``batch =
+features.replace_images(batch)``, ``outputs = model(**batch)`` and ``features.keep(outputs)``.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ from ..engine.deepspeed.internals import gathered_weight
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
 
-# Shapes: N images of a batch, K = num_image_tokens + 2 vectors per image, D their size.
+# Shapes (suffixes such as _KD): N images of a batch, K = num_image_tokens + 2 vectors per image,
+# D their size.
 
 DIGESTS_KEY = "image_digests"
 DEFAULT_LIMIT_BYTES = 16 * 2**30
@@ -65,17 +66,18 @@ class DigestingCollator:
 class TowerFeatures:
     """Replaces images in batches by their cached features.
 
-    Where processes gather the tower together (ZeRO-3, FSDP), it runs on all of them or on none: a
-    step reuses features only if every process has those of all its images. Otherwise each process
-    decides alone. All processes must call :meth:`replace_images` in every step.
+    Under ZeRO-3 and FSDP the processes gather the tower's weights together, so all of them run the
+    tower or none does: a step reuses features only if every process has the features of all its
+    images. Otherwise each process decides alone. All processes must call :meth:`replace_images` in
+    every step.
 
     Args:
         model: Contains a glm-4v; may be wrapped, for example by peft.
-        folder: Where to store features, one file per image, for all processes that share the folder
-            and for later runs; nothing is ever deleted. In each run and process the tower still
-            runs on the first batch, which shows how it computes. ``None`` caches them in this
-            process's memory, for images that it has processed itself; changes of the tower's
-            weights are then not noticed.
+        folder: Folder for the features, one file per image, which other processes and later runs
+            use, too; no file is ever deleted. In each run, every process still runs the tower on
+            its first batch, which shows how the tower computes. ``None`` caches features in the
+            memory of this process, for images that it has processed itself; changes of the
+            tower's weights are then not noticed.
         limit_bytes: Limit of the cache in memory; when it is full, no more features are cached.
     """
 
@@ -142,11 +144,11 @@ class TowerFeatures:
         self._missing = {}
 
     def fingerprint(self) -> str:
-        """Return a digest of the tower and the way it computes, for any number of processes.
+        """Return a digest of the tower and the way it computes, equal for any number of processes.
 
-        It covers all parameters and buffers, the vision config, the dtype of the computation, the
-        attention implementation, the kind of device and torch's version. Available after the tower
-        has run.
+        The digest covers all parameters and buffers, the vision config, the dtypes and the matmul
+        precision, the attention implementation, the device's name and torch's version. The tower
+        must have run before.
         """
         assert self._computation is not None, "the tower has not run"
         config = self.model.config
@@ -164,7 +166,7 @@ class TowerFeatures:
         return config.vision.num_image_tokens + 2, config.hidden_size
 
     def _begin(self) -> None:
-        # Not earlier: a Trainer loads a checkpoint's weights after everything is constructed.
+        # Only in the first step, because a Trainer loads a checkpoint's weights after construction.
         self._has_begun = True
         if self.folder is not None:
             _require_readable_weights(self.tower)
@@ -200,7 +202,7 @@ class TowerFeatures:
         return torch.stack([tensor.to(device, non_blocking=True) for tensor in features])
 
     def _note_computation(self, tower: nn.Module, inputs: tuple[Tensor]) -> None:
-        # Read inside of forward: a wrapper may enter autocast only there.
+        # A hook runs inside of forward, because a wrapper may enter autocast only there.
         (pixels,) = inputs
         device = pixels.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -277,7 +279,7 @@ class _FeatureFolder:
     def get(self, name: str) -> Tensor | None:
         path, tensor_name = self._path(name), self._tensor_name(name)
         try:
-            # Not mapped: a mapped file that shrinks meanwhile kills the process.
+            # The file is not mapped: a mapped file that shrinks while it is read kills the process.
             tensors = load(path.read_bytes())
         except FileNotFoundError:
             return None

@@ -1,9 +1,9 @@
 """Download images over http(s) from the public internet, for rows of data and for clients of a
 server.
 
-Whoever chooses a URL could otherwise make this machine request its own services, a router or a
-cloud's metadata (SSRF). So a host name is resolved once, all of its addresses must be public, and
-the connection goes to one of them, without a proxy; each redirect is treated the same.
+Without these rules, the author of a URL could make this machine request its own services, a router
+or a cloud's metadata (SSRF): a host name is resolved once, all of its addresses must be public, and
+the connection goes to one of them, without a proxy. The rules apply to each redirect, too.
 """
 
 import http.client
@@ -19,13 +19,13 @@ from .messages import describe_value
 from .public_addresses import is_public
 
 RESPONSE_TIMEOUT = 60
-"""Seconds for each step: connecting, and each piece of the response."""
+"""Seconds for connecting, and for each piece of the response."""
 DOWNLOAD_TIMEOUT = 600
 """Seconds for a whole download."""
 MAX_DOWNLOAD_BYTES = 256 * 2**20
 MAX_REDIRECTS = 10
-REDIRECTS = (301, 302, 303, 307, 308)
-PORTS = (80, 443, 8080, 8443)
+REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
+PORTS = (80, 443, 8080, 8443)  # ports that a URL may have
 DOWNLOAD_CURE = "download the image yourself and use the path of the file"
 
 
@@ -80,7 +80,7 @@ def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
     target = quote(url_parts.path or "/", safe="/%:@!$&'()*+,;=~")
     target += f"?{quote(url_parts.query, safe='/%:@!$&()*+,;=~?[]')}" if url_parts.query else ""
     remaining = max(deadline - time.monotonic(), 0)
-    timeout = min(remaining, RESPONSE_TIMEOUT) or 1e-3  # 0 means non-blocking
+    timeout = min(remaining, RESPONSE_TIMEOUT) or 1e-3  # a timeout of 0 means non-blocking
     with closing(connection_class(url_parts.hostname, port, timeout=timeout)) as connection:
         timer = threading.Timer(remaining, connection.cut_off)
         timer.daemon = True
@@ -130,7 +130,7 @@ class _Http(http.client.HTTPConnection):
             except OSError:
                 if number == len(addresses) or self.is_cut_off:
                     raise
-        # A second descriptor of the connection, which neither TLS nor http.client closes.
+        # A second descriptor of the socket, which TLS and http.client do not close.
         self.socket_copy = self.sock.dup()
         if self.is_cut_off:
             self.cut_off()

@@ -1,8 +1,8 @@
 """Files of a folder or of a data set of the Hub, which may come from somebody else.
 
 File names in such a folder's own descriptions (README.md, .huggingface.yaml, dataset_info.json,
-state.json, metadata.csv) are compared with the files inside of it and never resolved: an absolute
-path, ``..``, an address or a chained fsspec URL matches none of them. Needs no torch.
+state.json, metadata.csv) are compared with the names of the files inside of it and never resolved:
+an absolute path, ``..``, an address or a chained fsspec URL matches no file. Needs no torch.
 """
 
 import os
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NoReturn
 
 MAX_PATTERN_PARTS = 32
-"""Parts of a glob pattern; limited because each ``**`` can match in many ways."""
+"""Limit on the parts of a glob pattern, because each ``**`` can match in many ways."""
 
 
 class Folder:
     """A folder on this machine.
 
     Attributes:
-        path: As shown in messages.
+        path: The folder's path or id, as shown in messages.
         files: All files below it, relative to it and sorted. As in ``datasets``, names that begin
             with ``.`` or ``__`` are hidden, and symbolic links to folders are not followed.
     """
@@ -120,8 +120,8 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _real_roots(path: str) -> list[str]:
-    """Return where files may be: in the folder and, for a snapshot in the Hub's cache, among the
-    blobs that its files link to."""
+    """Return the folders in which files may lie: the folder itself and, for a snapshot in the Hub's
+    cache, the folder of the blobs that its files link to."""
     real = Path(os.path.realpath(path))
     parents = (folder.parent for folder in (real, *real.parents) if folder.name == "snapshots")
     hub_folders = (

@@ -16,12 +16,13 @@ Work = Callable[[int, Callable[[int], None]], None]
 def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> None:
     """Run ``work(number, report)`` in ``processes`` forked processes, and wait for all.
 
-    A fork starts with everything that this process has imported and loaded; a new interpreter would
-    import torch first. The children use no threads of this process, which a fork does not copy.
+    A forked process starts with all that this process has imported and loaded; a new interpreter
+    would import torch first. A fork does not copy threads, and the work needs none of this process.
 
     Args:
         work: Takes the number of its process, from 0, and a function that counts finished items.
-        advance: Is called here with the number of items finished since the last call.
+        advance: Function that this process calls with the number of items finished since its last
+            call.
 
     Raises:
         Exception: The first error that a process raised.
@@ -70,7 +71,7 @@ def _join(process: Any, receiver: Any) -> None:
 
 
 def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any) -> None:
-    # Each process has one core, so that threads of tokenizers would only compete.
+    # There is one process per core, so threads of tokenizers would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def report(items: int) -> None:

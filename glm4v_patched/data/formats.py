@@ -1,8 +1,8 @@
 """Formats of rows, and how each yields a row's messages and images. Needs no torch.
 
-The format of a file is found from the keys of its first row (:func:`find_format`), or named by
-``data.format``; keys that the format does not have are refused. Rows of other forms are read by the
-names of their columns (``data.columns``). The result goes to :func:`messages.check_messages`.
+``data.format`` names the format of a file, or the keys of its first row show it
+(:func:`find_format`); keys that the format does not have are refused. Rows of other forms are read
+by the names of their columns (``data.columns``). :func:`messages.check_messages` checks the result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ from .image_files import IMAGE_KEY_RE
 from .messages import TRAIN_FLAGS, describe_value, quoted, read_each, refuse_keys
 
 MessagesAndImages = tuple[Any, list | None]
-"""A row's messages, and its images; None if the row has no images of its own."""
-ROW_IMAGES = ("images", "image")
+"""A row's messages, and its images, or None for images if the row has none of its own."""
+ROW_IMAGES = ("images", "image")  # keys of a row's images
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -71,7 +71,7 @@ class RowFormat(NamedTuple):
     Attributes:
         needs: Keys that identify the format.
         others: Further keys that its rows may have, besides those of images.
-        columns: Which keys are the question, answer, turns, system prompt and history.
+        columns: The keys that are question, answer, turns, system prompt and history, by role.
     """
 
     needs: tuple[str, ...]
@@ -114,8 +114,8 @@ IGNORED_TURN_KEYS = ("source",)
 
 
 def find_format(row: Mapping) -> str | None:
-    """Return the format whose identifying keys a row has; else the one that knows all of the row's
-    keys and whose first identifying key is among them; else None."""
+    """Return the format whose identifying keys a row has; else the format that knows all keys of
+    the row and whose first identifying key is among them; else None."""
     for name, row_format in ROW_FORMATS.items():
         if {*row_format.needs} <= row.keys():
             return name
@@ -206,7 +206,7 @@ def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Me
     """Return the messages and images of a row by the names of its columns (``data.columns``).
 
     Args:
-        ignored: Keys of turns that are not read.
+        ignored: Keys of turns that are left out.
     """
     system = column_text(row, columns["system"]) if "system" in columns else None
     messages = [{"role": "system", "content": system}] if system else []

@@ -49,8 +49,7 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file's content has changed or is missing. A new
-        time alone is not a change."""
+        """Return whether the file is missing or has other content. A new time is no change."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False
@@ -58,7 +57,7 @@ class FileStamp(NamedTuple):
 
 
 def file_times(path: str) -> tuple[int, int, int] | None:
-    """Return the size, mtime and ctime (ns) of a file; None if the file does not exist."""
+    """Return the size, mtime and ctime (ns) of a file; None if it is missing or out of reach."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -70,11 +69,11 @@ class ImageFiles:
     """Finds or makes the file of each image.
 
     Args:
-        folder: The folder that paths are relative to.
+        folder: The folder to which paths are relative.
         allow_urls: Whether images may be downloaded over http(s), from the public internet.
-        store: Folder for images that are not files, named by the digest of their bytes; default in
-            the user's cache folder. They stay there and are not downloaded again.
-        within: The folder that named files must be in; None allows any.
+        store: Folder for downloaded images and images stored as bytes, named by the digest of their
+            bytes or URL; default in the user's cache folder. They stay there for later runs.
+        within: The folder in which files named by rows must lie; None allows any.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ImageFiles:
             image: A path, data URL, URL, bytes, or ``{"bytes", "path"}`` as in ``datasets``.
 
         Raises:
-            ValueError: It is none of these, or cannot be downloaded.
+            ValueError: The image is none of these, or cannot be downloaded.
         """
         if isinstance(image, dict):
             refuse_keys(image, ("bytes", "path"), "an image")
@@ -133,7 +132,7 @@ class ImageFiles:
             raise ValueError(
                 f"image is {describe_value(image)}, a folder; expected the path of a file"
             )
-        # normpath() instead of abspath(), which would take a third of the time of reading rows.
+        # abspath() would take a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
         if "\\" in image:
             self._refuse_backslashes(image, path)
@@ -167,7 +166,7 @@ class ImageFiles:
 
     def _stored(self, content: bytes) -> str:
         path = self._store_folder() / hashlib.sha256(content).hexdigest()
-        # Writing the file again would change its time, and thereby drop its cached check.
+        # Writing the file again would change its time, and its cached check would not count.
         if path.is_file() and path.stat().st_size == len(content):
             return str(path)
         return self._write(path, content)
@@ -184,7 +183,7 @@ class ImageFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        # A failed write is no problem of the row, which ``data.on_bad: skip`` would skip.
+        # A failed write is not a problem of the row: ``data.on_bad: skip`` must not skip it.
         with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)
@@ -207,7 +206,7 @@ def _require_image(url: str, content: bytes) -> None:
     """Raise ``ValueError`` for a download that does not begin as an image, such as an error page,
     so that it is not cached. The check decodes the rest."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # about its size, which is checked later
+        with warnings.catch_warnings(action="ignore"):  # its size is checked later
             Image.open(io.BytesIO(content)).close()
     except Image.DecompressionBombError:
         return

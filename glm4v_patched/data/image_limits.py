@@ -1,9 +1,9 @@
 """Limits on the cost of decoding an image, for rows of data and for clients of a server. Needs no
 torch.
 
-Pixels alone do not bound the cost: a resize has a temporary image as high as the input, a
-progressive JPEG decodes all pixels once per scan, and Pillow reads millions of empty segments one
-by one in Python; it decodes some formats entirely in Python.
+The number of pixels alone does not bound the cost: a resize has a temporary image as high as the
+input, a progressive JPEG decodes all pixels once per scan, and Pillow reads millions of empty
+segments one by one in Python. Pillow also decodes some formats entirely in Python.
 """
 
 import io
@@ -15,15 +15,15 @@ from collections.abc import Collection
 from PIL import Image
 
 MAX_SIDE = 2**15
-"""In pixels."""
+"""Limit on width and height, in pixels."""
 NORMAL_SCANS = 10
 """Scans of a progressive JPEG written by libjpeg; more scans count as more pixels."""
 MAX_PARTS = 40_000
-"""Segments, chunks, strips or tiles of any file; a larger file may have one more per 512 bytes."""
+"""Limit on segments, chunks, strips or tiles; a large file may have more, by its size in bytes."""
 PIXELS_PER_PYTHON_BYTE = 16
 """Decoding a byte in Python takes as long as this many pixels of PNG: 0.7 to 1.2 us."""
 PIXELS_PER_PPM_COMMENT = 2000
-"""Cost of a comment in a plain-text PPM, which Pillow cuts out of a block of 1 MB."""
+"""Cost of one comment in a plain-text PPM; Pillow cuts each comment out of a block of 1 MB."""
 # Inside of a scan, 0xff is followed by 0 or by the number of a restart marker.
 JPEG_MARKER_RE = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
 SHRINK_CURE = "make it smaller (the model sees 1120 x 1120 pixels)"
@@ -55,8 +55,8 @@ def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) ->
     """Return how many pixels decoding an image costs, judged by its header.
 
     Raises:
-        TooLargeError: The cost is above ``max_pixels``, a side is too long, or it has too many
-            parts.
+        TooLargeError: The cost is above ``max_pixels``, a side is too long, or the image has too
+            many parts.
     """
     width, height = image.size
     dimensions = f"{width:,} x {height:,} pixels"
@@ -93,7 +93,7 @@ def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) ->
 
 
 def _cost_in_python(image: Image.Image, content: bytes) -> int:
-    """Return the cost in pixels of bytes that Pillow decodes in Python; 0 if it decodes them
+    """Return what decoding the bytes in Python costs, in pixels; 0 for formats that Pillow decodes
     in C."""
     codec = next((tile[0] for tile in getattr(image, "tile", ())), None)
     if codec not in Image.DECODERS:
@@ -111,7 +111,7 @@ def open_image(content: bytes, formats: Collection[str] | None = None) -> Image.
     file = CountedFile(content)
     image = Image.open(file)
     file.reads_left = math.inf  # some decoders read byte by byte
-    # Not by Pillow's ``formats``: code that opens the bytes later takes the first format that fits.
+    # Pillow's ``formats`` is not used, because code that opens the bytes later tries all formats.
     if formats is not None and image.format not in formats:
         raise ValueError(f"it is {image.format}; expected {', '.join(formats)}: convert it to PNG")
     return image

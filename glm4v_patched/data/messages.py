@@ -8,15 +8,15 @@ A message has
   text. Several images are parts of ``content``, before one part with the text: ``[{"type": "image",
   "image": PATH}, ..., {"type": "text", "text": TEXT}]``;
 - ``metadata``, only for the assistant: the name of the tool that it calls, on one line. GLM-4's
-  format has it after the role;
+  prompt has this name after the role;
 - ``tools``, only for the system: a list of functions, described as in OpenAI's API. The text may
   then be empty;
 - ``train``, only for the assistant: false for a turn that is context and not supervised.
 
 A conversation starts with the system or the user and ends with the assistant, and no turn is empty,
 because the chat template drops empty turns. The assistant may have two turns in a row if one of
-them has ``metadata``: text and a tool call. There are no other keys: unknown keys are an error and
-are never dropped. :func:`check_messages` converts the content of files to this form.
+them has ``metadata``, such as a text and a tool call. A message with any other key is an error; no
+key is dropped silently. :func:`check_messages` converts the content of files to this form.
 """
 
 import json
@@ -29,13 +29,15 @@ from ..terminal_text import listed, shorten
 MESSAGE_ROLES = ("system", "user", "assistant", "observation")
 MESSAGE_KEYS = ("role", "content", "image", "metadata", "tools", "train")
 TRAIN_FLAGS = ("train", "loss", "weight")
-"""Keys for "this turn is supervised": ours, ms-swift's, OpenAI's."""
+"""Keys that say whether a turn is supervised: this package's, ms-swift's and OpenAI's."""
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+"""Keys under which a part of ``content`` may have its image."""
 IMAGE_PLACEHOLDER = object()
-"""An image of which only the position is known: it is the next image of the row."""
+"""Marks the position of an image in a message; the next of the row's images belongs there."""
 Draft = tuple[dict, list]
-"""A message without its images, and its images."""
+"""A message without its images, and the list of its images."""
 
+# A cure is the part of an error message that says what to write instead.
 ONE_IMAGE_CURE = (
     'write "image": "a.png", one path; for several, write parts of "content": '
     '{"type": "image", "image": "a.png"}'
@@ -54,7 +56,7 @@ MESSAGE_KEY_CURES = {
 # Image placeholders in files of other trainers: <image>, <image 1>, [IMG], <|image_pad|>,
 # <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. HTML's
 # <img src=...> and Markdown's ![...](...) are text. Possessive quantifiers (++, *+) prevent
-# backtracking: 60,000 blanks would take a minute, "<image" with 40 digits for ever.
+# backtracking, with which 60,000 blanks would take a minute, and "<image" with 40 digits for ever.
 IMAGE_PLACEHOLDER_RE = re.compile(
     r"(?:<|\[|&lt;)\s*+[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
     r"(?:here|[\s_:-]*+(?:pad|soft|token|placeholder|start|end|\d++))*+"
@@ -63,10 +65,11 @@ IMAGE_PLACEHOLDER_RE = re.compile(
     re.IGNORECASE,
 )
 QWEN_IMAGE_PATH_RE = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
+# The placeholders <image> at the beginning and at the end of a text.
 EDGE_PLACEHOLDERS_RE = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
-SURROGATE_RE = re.compile("[\ud800-\udfff]")
+SURROGATE_RE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 MAX_KEYS_LISTED = 20
 MESSAGE_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # Which roles may follow each role; None is the beginning.
@@ -85,8 +88,9 @@ def check_messages(
     """Return the messages in the form described above, except that images are still as in the file.
 
     Args:
-        messages: From a file: ours, or as in OpenAI's API, TRL, ms-swift and LLaMA-Factory.
-        for_training: Require the assistant to speak last. If false, the conversation may also end
+        messages: Messages of a file, in the form described above or in that of OpenAI's API, TRL,
+            ms-swift or LLaMA-Factory.
+        for_training: Whether the assistant must speak last; if false, the conversation may also end
             with a question, which is to be answered.
         images: The row's images, for the placeholders ``<image>`` in the messages.
 
@@ -173,9 +177,9 @@ def refuse_keys(
     """Raise ``ValueError`` for unknown keys, with what to write instead.
 
     Args:
-        owner: What has the keys, for the message.
-        cures: Cures by key; the first unknown key that has one decides.
-        more: Added to the default cure.
+        owner: Words for the object that has the keys, such as "a message".
+        cures: What to write instead, by unknown key; the first unknown key with an entry decides.
+        more: Text that is added to the default cure.
     """
     unknown = [key for key in keys if key not in known]
     if unknown:
@@ -358,7 +362,7 @@ def _finish_message(draft: Draft) -> dict:
             "remove the row"
         )
     message = message | {"content": text}
-    # Paths are not checked: names of files may be any bytes.
+    # Image paths are not checked, because the name of a file may consist of any bytes.
     if half := SURROGATE_RE.search(MESSAGE_ENCODER.encode(message)):
         raise ValueError(
             f"contains {ascii(half[0])}, half of a surrogate pair and not a character: add the "

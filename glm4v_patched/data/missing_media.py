@@ -14,10 +14,11 @@ from .source import DataSource
 
 MEDIA_KEYS = ("video", "videos", "audio", "audios")
 ONLY_IMAGES_CURE = "the model accepts only images: remove the row"
-MAX_NAME_LENGTH, MAX_NAMES = 1024, 8
+MAX_NAME_LENGTH, MAX_NAMES = 1024, 8  # of names in a text that may be image files
 NAME_SEPARATOR_RE = re.compile(r"[\s()<>\"'=]+")
+# Code in Markdown, whose words are text.
 CODE_RE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
-# Tokens and tags of ms-swift, LLaMA-Factory and the vocabularies of Qwen, InternVL, LLaVA,
+# Words in tokens and tags of ms-swift, LLaMA-Factory and the vocabularies of Qwen, InternVL, LLaVA,
 # DeepSeek-VL and others. The patterns must also be valid for re2, which Arrow uses.
 _VIDEO_WORDS, _AUDIO_WORDS = "video|vid", "audio|speech|sound"
 _BOX_WORDS = "b?box|quad|poly|polygon|point|object_ref|ref|det|grounding"
@@ -25,10 +26,10 @@ _TOKEN_SUFFIX = r"[ _-]?(?:pad|token|soft_token|patch|placeholder|start|end|here
 
 
 class MediaPlaceholder(NamedTuple):
-    """Words that stand for other content in data of other trainers.
+    """Words that stand for a kind of content (boxes, videos, sounds) in data of other trainers.
 
     Attributes:
-        name: What they stand for.
+        name: The content that the words stand for.
         keys: Regular expression for the keys of a row that contain the content.
         tokens: Regular expression for words that are never meant as text.
         tags: Regular expression for words that HTML and XML also have. They are placeholders only
@@ -82,13 +83,13 @@ _WORDS_RE = "|".join(
     filter(None, (words for kind in MEDIA_PLACEHOLDERS for words in (kind.tokens, kind.tags)))
 )
 MEDIA_WORDS_RE = f"{_WORDS_RE}|<(?:bbox_\\d{{1,6}}|region|mask|seg|obj|frame|clip|photo)>"
-"""Also matches words that may be meant as text."""
+"""Matches all of these words, including words that may be meant as text."""
 
 
 def _compile_certain_pattern(kind: MediaPlaceholder) -> re.Pattern:
     """Return the pattern of words that are placeholders whatever keys the row has: all tokens, and
-    tags that begin a text and are not closed, end a text, or precede numbers. In code, a tag after
-    a word is a type (``List<video>``), and one after ``?`` names a group of a regex."""
+    tags that begin a text and are not closed, end a text, or precede numbers. A tag directly after
+    a word is a type in code (``List<video>``), and a tag after ``?`` names a group of a regex."""
     positions = (
         rf"\A\s*{kind.tags}(?![\s\S]*</)",
         rf"(?<![\w?:.]){kind.tags}\s*\Z",
@@ -103,11 +104,11 @@ _CERTAIN_PATTERNS = {kind: _compile_certain_pattern(kind) for kind in MEDIA_PLAC
 def require_no_missing_media(
     row: dict, messages: list[dict], source: DataSource, files: ImageFiles
 ) -> None:
-    """Raise ``ValueError`` if a row has content that the sample made of it lacks.
+    """Raise ``ValueError`` if a row has content that its sample lacks.
 
     Args:
-        row: As in the file.
-        messages: From :func:`messages.check_messages`.
+        row: The row as stored in the file.
+        messages: The sample, from :func:`messages.check_messages`.
         files: Files that rows of the source may name.
     """
     sample_images = {os.path.normpath(path) for path in images_of(messages)}
@@ -175,6 +176,6 @@ def _find_file_name_problem(text: str, files: ImageFiles, sample_images: set[str
 
 
 def _names_of(line: str) -> list[str]:
-    """Return what may be names of files in a line: its end, which may contain blanks, and each
-    word."""
+    """Return the texts in a line that may be names of files: its end, which may contain blanks, and
+    each word."""
     return [line.rpartition(": ")[2].strip(), *NAME_SEPARATOR_RE.split(line)]

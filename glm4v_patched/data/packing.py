@@ -1,8 +1,8 @@
 """Packing: several conversations in one sequence, each computed as if it were alone.
 
 :func:`pack_best_fit` assigns conversations to sequences before training, and
-:class:`PackingCollator` concatenates the sequences of a batch: nothing is padded, and batches are
-of similar size.
+:class:`PackingCollator` concatenates the sequences of a batch: no sequence is padded, and batches
+have similar sizes.
 """
 
 from bisect import bisect_left, insort
@@ -19,8 +19,8 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Assign conversations to packs of at most ``max_length`` tokens, by best-fit decreasing bin
     packing.
 
-    The result is deterministic: longest first, each conversation goes to the fullest pack in which
-    it fits.
+    Each conversation, the longest first, goes to the fullest pack in which it fits. The result is
+    deterministic.
 
     Args:
         lengths: Tokens of each conversation, with image placeholders expanded
@@ -72,7 +72,7 @@ class PackedDataset(Sequence):
 
 
 class PackingCollator(ConversationCollator):
-    """Concatenates packs of conversations into one sequence, supervised as by
+    """Concatenates packs of conversations into one sequence, with the labels of
     :class:`ConversationCollator`.
 
     All packs of a batch become one sequence without padding, as flash attention takes it.
@@ -84,8 +84,8 @@ class PackingCollator(ConversationCollator):
         """Return ``input_ids``, ``position_ids`` and ``labels`` ``(1, L)``, and ``pixel_values`` if
         there is an image.
 
-        There is no mask: position ids restart at each conversation, which shows the boundaries to
-        the model.
+        There is no mask. The model finds the boundaries of conversations by their position ids,
+        which restart at each conversation.
         """
         conversations = [conversation for pack in packs for conversation in pack]
         sequences, images = self.encode(conversations)

@@ -3,7 +3,7 @@
 ``ipaddress.is_global`` differs between Python 3.11.7, 3.12 and 3.13. The registries are
 https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry; this
 table was written without access to them and has not been compared line by line. Special ranges that
-are reachable (anycast of AS112, AMT, TURN, PCP) are excluded as well: they serve no images.
+are reachable (anycast of AS112, AMT, TURN, PCP) count as not public: they serve no images.
 """
 
 import ipaddress

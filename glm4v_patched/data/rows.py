@@ -1,7 +1,7 @@
 """Rows of a data source, read one at a time from files, tables and the Hub. Needs no torch.
 
-Text files are read by :mod:`text_rows`; tables (Parquet, Arrow, WebDataset archives), folders and
-data sets of the Hub by :mod:`tables`.
+:mod:`text_rows` reads text files; :mod:`tables` reads tables (Parquet, Arrow, WebDataset archives),
+folders and data sets of the Hub.
 """
 
 import json
@@ -33,11 +33,11 @@ ROWS_CURE = (
     "answer, evaluate: --image-folder)"
 )
 MAX_PROBLEMS_LISTED = 20
-MAX_LINES_LISTED = 8  # of rows that have the same problem
+MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have
 
 
 class ConversationRow(NamedTuple):
-    """A row whose conversation has the package's form; its image files have not been looked at."""
+    """A row whose conversation has the form of :mod:`messages`; its images are not checked yet."""
 
     line: int
     """The line in the file, or the row's number (from 1) where rows have no lines."""
@@ -66,7 +66,7 @@ def read_conversations(path: str | Path | DataSource) -> list[list[dict]]:
 def require_first_rows(sources: Sequence[DataSource]) -> None:
     """Check the first rows of each source, to fail early if none of its rows can be used.
 
-    Sources that need downloads are skipped; the full check looks at every row.
+    Sources that may need downloads are skipped. The full check looks at every row.
 
     Raises:
         ValueError: A source cannot be read, or none of its first rows can be used.
@@ -101,7 +101,7 @@ def split_usable_rows(
 def describe_problems(
     path: str | Path | DataSource, problems: list[RowProblem], num_rows: int | None
 ) -> str:
-    """Return a report of up to 20 problems, each once, with file and line.
+    """Return a report of up to 20 different problems, with file and lines.
 
     Args:
         num_rows: How many rows were read in total; None if only the first rows were read.
@@ -127,8 +127,8 @@ def row_location(source: DataSource, line: int) -> str:
 
 
 def location_prefix(source: DataSource) -> str:
-    """Return the part of :func:`row_location` before the number, which depends on whether rows of
-    the source have lines."""
+    """Return the part of :func:`row_location` before the number; its wording depends on whether
+    rows of the source have lines."""
     path = Path(source.path)
     return f"{path}:" if path.is_file() and file_kind(path) in LINE_KINDS else f"{path}, row "
 
@@ -164,7 +164,7 @@ def iter_rows(
 
 
 def image_folder_of(source: DataSource) -> str:
-    """Return the folder that image paths of a source are relative to."""
+    """Return the folder to which image paths of a source are relative."""
     if source.image_folder:
         return source.image_folder
     if not source.is_local:
@@ -173,8 +173,8 @@ def image_folder_of(source: DataSource) -> str:
 
 
 class _RowReader:
-    """Turns raw rows of a source into conversations: by its columns, by the format it names, or by
-    the format of the first row that matches one."""
+    """Turns raw rows of a source into conversations: by ``columns`` or ``format`` of the source, or
+    by the format of the first row that matches a format."""
 
     def __init__(self, source: DataSource, for_training: bool):
         self.source, self.for_training = source, for_training
@@ -192,7 +192,7 @@ class _RowReader:
 
     @property
     def has_fixed_format(self) -> bool:
-        """Whether all further rows are read the same way, independent of the rows seen so far."""
+        """Whether the columns or the format to read all further rows by are known."""
         return bool(self.source.columns or self.format)
 
     def read(self, line: int, row: Any) -> ConversationRow | RowProblem:
@@ -201,7 +201,7 @@ class _RowReader:
         try:
             return ConversationRow(line, self._messages_of(row))
         except ValueError as error:
-            return RowProblem(line, sys.intern(str(error)))  # many rows may share it
+            return RowProblem(line, sys.intern(str(error)))  # many rows may share the text
         except RecursionError:
             return RowProblem(line, TOO_DEEPLY_NESTED)
 

@@ -25,7 +25,7 @@ LLAMA_FACTORY_INFO = "dataset_info.json"
 """The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
 writes a different file of this name."""
 SAVE_TO_DISK_FILES = ("state.json", "dataset_dict.json")
-"""Files that ``save_to_disk`` of ``datasets`` writes: for a single set, and for several splits."""
+"""Files of ``save_to_disk`` of ``datasets``: the first of one set, the second of several splits."""
 FOLDER_CURE = (
     "expected a data file, a folder written by save_to_disk of datasets, or a folder that contains "
     "data files or images"
@@ -41,11 +41,11 @@ class DataSource:
             an id of the Hub.
         format: A name from :data:`formats.ROW_FORMATS`, or "auto".
         weight: How many times each row occurs in an epoch.
-        split, subset, revision: Which part to read, where the source has such parts
+        split, subset, revision: The part of a folder or data set of the Hub to read
             (:func:`find_source_problem`); the split defaults to "train".
-        image_folder: The folder that image paths are relative to; defaults to the folder of the
+        image_folder: The folder to which image paths are relative; defaults to the folder of the
             file.
-        ignore: Keys of a row that are not read.
+        ignore: Keys of rows that are left out.
         allow_urls: Whether images may be downloaded over http(s).
         columns: Which columns are the question, the answer and the images (:mod:`columns`).
         max_samples: Read only this many rows, from the start.
@@ -88,7 +88,7 @@ def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the lower-case suffix of a file's name, without that of a compression (``.gz``)."""
+    """Return the lower-case suffix of a file's name; of ``rows.csv.gz``, it is ``.csv``."""
     name = str(path).lower()
     for suffix in COMPRESSED:
         name = name.removesuffix(suffix)
@@ -96,8 +96,7 @@ def suffix_of(path: str | Path) -> str:
 
 
 def find_path_problem(path: str) -> str | None:
-    """Return why no rows can be read from a path, as far as can be seen without opening it, or
-    None."""
+    """Return why no rows can be read from a path, or None. No file is opened."""
     if not os.path.lexists(path):
         if files := _expand_glob(path):
             problems = ((file, find_path_problem(file)) for file in files)
@@ -130,8 +129,7 @@ def named_paths(value: str | Sequence[Any]) -> list[str]:
 
 
 def pattern_reaches(pattern: str, folder: str) -> bool:
-    """Return whether a glob pattern looks into ``folder`` or below it, so that it would match files
-    written there."""
+    """Return whether a glob pattern may match files that are written to ``folder`` or below it."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return False
     pattern_names = os.path.abspath(pattern).split(os.sep)[:-1]
@@ -153,7 +151,7 @@ def is_saved_to_disk(path: str) -> bool:
 
 def find_source_problem(source: DataSource) -> str | None:
     """Return why a source cannot be read (:func:`find_path_problem`), or which of its fields would
-    have no effect, or None."""
+    have no effect; None if there is no problem."""
     if path_problem := find_path_problem(source.path):
         return path_problem
     supported: tuple[str, ...] = ("split", "subset")
@@ -208,7 +206,7 @@ def _is_printable_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
-# Checks of the fields that are not text, and what the error message says is expected.
+# For each field that is not text: its check, and the words for its valid values in messages.
 FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight": (
         lambda value: type(value) in (int, float) and 0 < value <= MAX_WEIGHT,

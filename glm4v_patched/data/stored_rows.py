@@ -43,12 +43,12 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Rows of a memory-mapped Arrow file. Processes share its pages; a pickle contains only its
-    path.
+    """Rows of a memory-mapped Arrow file. Processes share the file's pages, because a pickle of the
+    rows contains only the path.
 
     Attributes:
         path: None for a temporary file, which disappears with this process.
-        numbers: Which rows of the file these are, in ascending order.
+        numbers: The numbers of these rows in the file, in ascending order.
     """
 
     path: Path | None
@@ -78,7 +78,7 @@ class StoredRows:
         return self.table.slice(self.numbers[row], 1).to_pylist()[0]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "StoredRows":
-        """Return some of the rows, given in ascending order."""
+        """Return some of the rows; ``rows`` has their numbers in ascending order."""
         return replace(self, numbers=self.numbers[rows])
 
     def batches(self, *names: str) -> Iterator[pa.RecordBatch]:
@@ -95,8 +95,8 @@ def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> Sto
 
     Args:
         rows: Batches of rows with the keys of :data:`SCHEMA`.
-        folder: Where to create the file; if it is not writable, the system's folder for temporary
-            files, which may be in memory.
+        folder: Folder for the file. If it is not writable, the file is in the system's folder for
+            temporary files, which may be in memory.
     """
     with TemporaryFile(dir=writable_folder(folder)) as file:
         write_rows(rows, file)
@@ -108,8 +108,8 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
     """Write the rows of sharded sources to a temporary file in ``folder``.
 
     Args:
-        sources: The n files of each source. The k-th has every n-th row, starting with row k, in
-            batches of one size (:func:`write_rows`).
+        sources: The n files (shards) of each source. File k has every n-th row, starting with row
+            k, in batches of one size (:func:`write_rows`).
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -128,7 +128,7 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
 
 
 def writable_folder(folder: Path | None) -> Path | None:
-    """Return a folder, created if it is missing, or None if no file can be written there."""
+    """Return a folder, and create it if it is missing; None if no file can be written there."""
     if folder is None:
         return None
     with suppress(OSError):

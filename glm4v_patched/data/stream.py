@@ -1,9 +1,9 @@
 """Data sources of any size, read while training, with only a shuffle buffer in memory.
 
-The order of rows depends only on the seed, the buffer and the number of training processes, so that
-a resumed run finds its position by counting; the number of worker processes does not matter.
-``IterableDataset`` of ``datasets`` is not used: it assigns whole files to worker processes, so that
-all images of a file are decoded by one of them, and it loses its buffer on resumption.
+The order of rows depends only on the seed, the size of the buffer and the number of training
+processes, not on that of worker processes. So a resumed run finds its position by counting rows.
+``IterableDataset`` of ``datasets`` is not used: it gives whole files to worker processes, so that
+one process decodes all images of a file, and it loses its buffer when a run is resumed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +28,9 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
-"""Keys of a batch: problems of rows that were dropped from it, each with its location, and the
+"""Keys of a batch: the problems of rows that were dropped from it, each with its location; and the
 reasons why sources cannot be read further, which must end the run."""
+# Stands in for a batch without usable rows.
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -37,10 +38,10 @@ UNSUPERVISED_CONVERSATION: list[dict] = [
 
 
 class StreamedRow(NamedTuple):
-    """A row on its way into a batch, or the problem at its position in the order.
+    """A row on its way into a batch, or a problem in place of a row that cannot be used.
 
     Attributes:
-        is_last: Whether the source cannot be read further.
+        is_last: Whether the source cannot be read further after this problem.
     """
 
     messages: list[dict]
@@ -53,9 +54,9 @@ class StreamDataset(IterableDataset):
     """The endless rows of one training process; each pass through a source has another order.
 
     Args:
-        sources: The data sources. With several, the next row comes from one sampled by weight.
+        sources: The data sources. Each row comes from a source that is sampled by weight.
         batch_size: Rows of a batch; each worker process reads complete batches.
-        shard: ``(k, n)``: this is training process k of n; their rows differ.
+        shard: ``(k, n)``: the rows are those of training process k of n.
         buffer: Size of the shuffle buffer, divided among the sources.
         start: Number of rows that a resumed run has already used in this process.
     """
@@ -105,9 +106,9 @@ class StreamDataset(IterableDataset):
             yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
     def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
-        """Yield the rows of a pass, with problems in place of unusable rows: the other rows stay
-        where they are if such a row is corrected, or if only one worker cannot download it. If the
-        source cannot be read further, repeat that problem without end."""
+        """Yield the rows of a pass, with problems in place of unusable rows: so the other rows keep
+        their positions when such a row is corrected, or when only one worker cannot download it. If
+        the source cannot be read further, yield that problem again and again."""
         process, num_processes = self.shard
         location, has_ended = source.path, True
         problem = (
@@ -148,7 +149,7 @@ class StreamingCollator:
     def __call__(self, rows: list[StreamedRow]) -> dict:
         checked = [(row, row.problem or self._find_problem(row.messages)) for row in rows]
         batch = self._collate(row.messages for row, problem in checked if problem is None)
-        if isinstance(batch, str):  # some image is damaged behind its header
+        if isinstance(batch, str):  # an image is damaged after its header
             checked = [
                 (row, problem or self._find_problem_alone(row.messages)) for row, problem in checked
             ]

@@ -1,8 +1,8 @@
 """Rows of tables: Parquet, Arrow, WebDataset archives, folders and data sets of the Hub.
 
-The library ``datasets`` is not used: it opens whatever a folder names, wherever that is
-(:mod:`folders`), and decodes a whole row group at once. Tables are read a few rows at a time, and
-images in them are not decoded.
+The library ``datasets`` is not used, because it opens any file that a folder's description names,
+wherever that file is (:mod:`folders`), and decodes a whole row group at once. This module reads a
+few rows at a time and does not decode images.
 """
 
 import json
@@ -42,34 +42,36 @@ FOLDER_KINDS = {
     "imagefolder": IMAGE_SUFFIXES,
     "text": (".txt",),
 }
-"""Kinds of folders by the suffixes of their files. The most frequent kind wins, on ties the
-first."""
+"""Suffixes of the files in each kind of folder. A folder has the kind of most of its files; on
+ties, the first kind in this table."""
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Names of files with the rows of an image folder."""
 MAX_ROWS_PER_READ = 64
-MAX_BYTES_PER_READ = 2**27
+MAX_BYTES_PER_READ = 2**27  # as Python objects; a larger row is read alone
 MAX_DICTIONARY_BYTES = 2**22
 """Row groups up to this size keep texts in lists dictionary-encoded."""
 MAX_ROW_BYTES = 2**30
-"""An image in the row may have 2**29."""
+"""Limit of a row; one image in it may have half as much (:data:`decoding.MAX_IMAGE_BYTES`)."""
 MAX_ROW_VALUES = 2**24
-"""Values in the lists of a row, or in a column of a small Parquet file."""
+"""Limit on the values in a list of one row, and in a column of a small file."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
-"""Values, and unpacked bytes, per byte of the file; only repetition exceeds these."""
-MAX_STATE_BYTES = 2**24
+"""Limits on values and on unpacked bytes per byte of a file; only files that repeat values exceed
+them."""
+MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
     **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
 }
-"""Decoders of files in WebDataset archives by suffix; others stay bytes."""
+"""Functions that decode files of WebDataset archives, by suffix; other files stay bytes."""
 
 
 def read_table(source: DataSource) -> NumberedRows:
     """Yield the number of each row (from 1) and its values by column, with :data:`EMPTY_CELL` for
     null.
 
-    Images are bytes or paths, and classes are names.
+    Images stay bytes or paths. Numbers of classes become names.
 
     Raises:
         ValueError: There is no such table, or it cannot be read.
@@ -177,8 +179,8 @@ def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
 
 
 def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
-    """Yield rows of images; if they lie in several folders side by side, with the folder as
-    label."""
+    """Yield a row for each image. If the images lie in several folders side by side, the label of a
+    row is the name of its folder."""
     labels = {os.path.basename(os.path.dirname(file)) for file in files}
     has_labels = len(labels) > 1 and len({file.count("/") for file in files}) == 1
     for file in files:
@@ -187,7 +189,7 @@ def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
 
 
 def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Yield rows of metadata files, whose ``file_name`` is an image relative to the file."""
+    """Yield rows of metadata files; ``file_name`` is an image's path relative to its file."""
     for file in files:
         is_table = suffix_of(file) == ".parquet"
         rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
@@ -211,8 +213,8 @@ def _with_image(row: dict, folder: Folder, subfolder: str) -> dict:
 
 
 def _refuse_pairs(folder: Folder, files: list[str]) -> None:
-    """Raise ``ValueError`` for pairs of an image and a text with one name (0.png, 0.txt): datasets
-    would read the files of one kind and drop the others."""
+    """Raise ``ValueError`` if half of the files or more are pairs of an image and a text with the
+    same name (0.png, 0.txt), of which only one file would be read."""
     known, pairs = {*folder.files}, []
     for file in files:
         stem = os.path.splitext(file)[0]
@@ -267,7 +269,7 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     """Yield the rows of a Parquet file, with only a few rows and their encoded data in memory.
 
     Raises:
-        ValueError: It has columns in other files, or unpacks to more than real data does.
+        ValueError: The file has columns in other files, or unpacks to more than real data does.
     """
     import pyarrow.parquet
 
@@ -275,9 +277,9 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     largest_group = _check_parquet_size(path, metadata)
     batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times.
-    # Large row groups, which small files cannot have, are decoded: dictionaries are slower, and
-    # Arrow reads at most 2 GiB of them.
+    # A list may repeat one text any number of times, so texts in lists stay dictionary-encoded. In
+    # large row groups they are decoded: dictionaries are slower, and Arrow reads at most 2 GiB of
+    # them.
     in_lists = [
         column.path
         for column in columns
@@ -323,7 +325,7 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
     """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
-        ValueError: It is compressed, so that its unpacked size is not bounded.
+        ValueError: The file is compressed, so that its unpacked size is not bounded.
     """
     import pyarrow
 
@@ -344,9 +346,9 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether a batch is compressed, which pyarrow does not expose. By Message.fbs, field 2
-    of a message is a record or dictionary batch, field 1 of a dictionary batch is its record
-    batch, and field 3 of a record batch is its compression."""
+    """Return whether the batch in an Arrow message is compressed, which pyarrow does not tell. By
+    Arrow's Message.fbs, field 2 of a message is a record batch or a dictionary batch, field 1 of a
+    dictionary batch is its record batch, and field 3 of a record batch is its compression."""
     content = message.metadata.to_pybytes()
 
     def read(format_code: str, position: int) -> int:
@@ -425,7 +427,8 @@ def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
 
 
 def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int, int]:
-    """Return how many values, and how many bytes of text, some columns have as Python objects."""
+    """Return the number of values in the longest array of some columns, nested ones included, and
+    how many bytes their texts have as Python objects."""
     import pyarrow
     import pyarrow.compute as pc
     from pyarrow import types
@@ -487,17 +490,19 @@ def _name_of_class(location: str, value: Any, names: list[str]) -> Any:
 
 
 def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Yield the rows of a WebDataset archive: adjacent files with one name up to the first dot.
+    """Yield the rows of a WebDataset archive.
+
+    A row consists of adjacent files whose paths are equal up to the first dot of the name.
 
     Raises:
-        ValueError: The unpacked size of a file in it is not bounded.
+        ValueError: A file in it is too large, or its unpacked size is not known.
     """
     row: dict[str, Any] = {}
     names: dict[str, str] = {}
     with tarfile.open(path, "r:") as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # else it keeps all members
-            if member.size < 0:  # the next member would be searched before it, for ever
+            if member.size < 0:  # tarfile would go back to look for the next member, for ever
                 raise ValueError(
                     f"{path}: {member.name} has {member.size:,} bytes; expected 0 or more"
                 )
@@ -545,8 +550,8 @@ TABLE_READERS = {
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls inside of a value: tables have each key in each row, with null for a missing
-    one."""
+    """Drop nulls inside of a value. Each row of a table has every key, and null for a missing
+    value."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Rows of text files: JSON lines, a JSON array, lists in a JSON object, and CSV.
 
-JSON lines and CSV are read a row at a time; an array or object is read at once, up to
-:data:`MAX_DOCUMENT_CHARACTERS`. The library ``datasets`` is not used: its JSON reader names neither
+JSON lines and CSV are read a row at a time. An array or object is read at once, up to
+:data:`MAX_DOCUMENT_CHARACTERS`. The library ``datasets`` is not used. Its JSON reader names neither
 the line nor the key of an error and keeps the last of two equal keys; its CSV reader turns NA into
 null and 007 into 7, and reads everything after an open quote into memory. Compressed files are
 decompressed while they are read, without an unpacked copy.
@@ -28,8 +28,9 @@ from .messages import MAX_KEYS_LISTED, quoted
 from .source import CSV_SUFFIXES, DataSource, suffix_of
 
 INVALID_BYTE_RE = re.compile("[\udc80-\udcff]")  # bytes decoded with "surrogateescape"
+# The names by which pyarrow knows compressions, by the first bytes of a file.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
-# Files that are not text: their magic bytes, what they are, and how to convert them.
+# Files that are not text, by their first bytes: what they are, and how to get a readable file.
 OTHER_FILE_KINDS = {
     b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name a file in it"),
     b"\xff\xd8\xff": ("an image (JPEG)", "name the folder of the image"),
@@ -39,34 +40,35 @@ OTHER_FILE_KINDS = {
     b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
 }
 OTHER_UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
-MAX_DIGITS = 300  # Python refuses integers of more than 4,300
+MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
 MAX_CHARACTERS = 2**27
-"""In one row; several copies of a row are in memory at a time."""
+"""Limit of one row, of which several copies are in memory at a time."""
 MAX_UNPACKED_BYTES, MAX_EXPANSION = 2**30, 256
-"""A compressed file may unpack to this many bytes, or to this many times its own size: only
-repetition unpacks to more."""
+"""A compressed file may unpack to this many bytes, or to this many times its own size. Only a file
+that repeats itself unpacks to more."""
 TOO_LONG = (
     f"has {MAX_CHARACTERS:,} characters or more: save its images as files, or close an open quote"
 )
 MAX_KEYS = 2**20
-"""In one object, or columns of a CSV; each of them is looked at."""
+"""Limit on the keys of one object and on the columns of a CSV, because each is looked at."""
 TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
 MAX_DOCUMENT_CHARACTERS = 2**28
-"""In a JSON array or object, all of which is in memory."""
-BLANKS_RE = re.compile(r"[ \t\r\n]*")
+"""Limit of a JSON array or object, which is in memory as a whole."""
+BLANKS_RE = re.compile(r"[ \t\r\n]*")  # as JSON defines them
 KNOWN_ROW_KEYS = {
     "image",
     *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
 }
 SNIFFED_CHARACTERS = 2**16  # read at once to find the kind of a file
 NON_ROW_LISTS = ("info", "licenses", "categories")
-"""Lists beside the rows in files such as COCO's."""
+"""Keys of lists that are beside the rows in files such as COCO's."""
 LINE_KINDS = ("JSON lines", "CSV")
 """Kinds of files in which each row has its own line."""
 CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
-"""Values of cells that are not names of columns: numbers and dates."""
+"""Matches the text of cells that cannot be names of columns: numbers and dates."""
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
-"""Characters of a column's name. In an only name, another character is taken for the delimiter."""
+"""Characters of a column's name. If a CSV has only one name, any other character in that name is
+taken for the delimiter."""
 
 
 class RowProblem(NamedTuple):
@@ -114,7 +116,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 def count_lines(path: Path) -> int:
-    """Return the number of line feeds in a file, compressed files as they are."""
+    """Return the number of line feeds in a file; a compressed file is not unpacked."""
     with path.open("rb") as file:
         return sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 2**20), b""))
 
@@ -170,7 +172,7 @@ def _require_text(path: Path, head: bytes) -> None:
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
     """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, which
-    never occur in UTF-8; their line is then reported."""
+    UTF-8 cannot contain, so that their line is reported later."""
     stream: Any = path.open("rb")
     head = stream.peek(6)
     kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
@@ -211,7 +213,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _JsonReader:
-    """Decodes JSON strictly: repeated keys, NaN and huge numbers are a problem of the value."""
+    """Decodes JSON, and records repeated keys, NaN and huge numbers as a problem of the value."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -257,7 +259,7 @@ def find_encoding_problem(text: str) -> str | None:
 
 def _read_json_lines(path: Path) -> NumberedRows:
     reader = _JsonReader()
-    # Not splitlines(): JSON strings may contain other line separators.
+    # splitlines() would also split at line separators inside of JSON strings.
     with open_text(path) as lines:
         read_line = partial(lines.readline, MAX_CHARACTERS)
         for line, text in enumerate(iter(read_line, ""), start=1):
@@ -315,7 +317,7 @@ def _read_json_object(path: Path) -> NumberedRows:
 
 
 def _find_header_problem(names: list[str]) -> str | None:
-    """Return why the first line of a CSV does not look like names of columns, or None."""
+    """Return why the first line of a CSV does not look like names of columns; None if it does."""
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line that Excel adds: remove it"
     values = [
@@ -323,7 +325,7 @@ def _find_header_problem(names: list[str]) -> str | None:
         for name in names
         if name.lower().endswith(IMAGE_SUFFIXES) or CELL_VALUE_RE.fullmatch(name)
     ]
-    # pandas names columns that have no name by their numbers.
+    # pandas writes numbers as the names of columns that have none.
     if values != [*map(str, range(len(values)))]:
         return (
             f"{quoted(values[0])} is a value, not the name of a column: add a first line with the "
@@ -386,9 +388,9 @@ def _read_csv(path: Path) -> NumberedRows:
 
 
 def _iter_elements(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield the elements of an array, or of each list of an object: the list's key, the element's
-    number (from 1) and the element, or a :class:`RowProblem`. Other values of an object have number
-    0."""
+    """Yield the elements of an array, or of each list of an object, as the list's key, the
+    element's number (from 1) and the element or a :class:`RowProblem`. Values of an object that are
+    no lists have the number 0."""
     document = _JsonDocument(path)
     if document.next_character() == "[":
         for number in document.items("[]"):
@@ -428,8 +430,8 @@ class _JsonDocument:
         self.path, self.position, self.reader = path, 0, _JsonReader()
 
     def items(self, brackets: str) -> Iterator[int]:
-        """Yield the numbers of the items of the array or object that comes next; the caller decodes
-        each."""
+        """Yield the number of each item of the array or object that comes next. The caller decodes
+        each item before it takes the next number."""
         self.take(brackets[0])
         if self.next_character() == brackets[1]:
             self.take(brackets[1])

@@ -8,14 +8,14 @@ from typing import Any
 
 MAX_WORKERS = 8
 BATCHES_AHEAD = 2
-"""Prefetched batches per worker."""
+"""Batches that each worker prefetches."""
 SHARED_MEMORY = "/dev/shm"
-"""Workers pass batches to the training process through it."""
-BYTES_PER_PIXEL = 3 * 4
+"""Folder in memory through which workers pass batches to the training process."""
+BYTES_PER_PIXEL = 3 * 4  # three channels in fp32
 NUM_WORKERS, PREFETCH = "dataloader_num_workers", "dataloader_prefetch_factor"
 CONTEXT = "dataloader_multiprocessing_context"
 WITHOUT_WORKERS = {PREFETCH: None, CONTEXT: None, "dataloader_persistent_workers": False}
-"""Values that torch requires without workers; they replace the recipe's if no core is to spare."""
+"""Values that torch requires without workers; they replace the recipe's if no worker fits."""
 
 
 def loader_options(
@@ -24,13 +24,13 @@ def loader_options(
     """Return data-loading fields of ``TrainingArguments`` that a recipe leaves open or this machine
     cannot provide, for one training process.
 
-    By default, each process gets its share of the cores minus one, at most 8 workers, and not more
-    than :func:`workers_that_fit`; without a core to spare, it decodes images itself. Workers end
-    with each epoch: persistent ones would make the random numbers of later epochs differ from runs
-    without workers and from resumed runs.
+    By default, each process gets one worker fewer than its share of the cores, at most 8, and at
+    most :func:`workers_that_fit`; a process without workers decodes images itself. Workers end with
+    each epoch: with persistent workers, the random numbers of later epochs would differ from those
+    of runs without workers and of resumed runs.
 
     Args:
-        trainer_config: The recipe's own fields.
+        trainer_config: Fields of ``TrainingArguments`` that the recipe sets.
         processes: Training processes on this machine.
         images: The largest number of images in a batch of one process.
         side: Side of an image, in pixels.
@@ -50,18 +50,18 @@ def loader_options(
 def worker_start(
     offload: object, trainer_config: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:
-    """Return how workers start, as a name of ``multiprocessing``; None for its default.
+    """Return the start method of workers in ``multiprocessing``; None for its default.
 
-    The recipe's field decides. Otherwise workers are spawned beside an offloaded optimizer: forked
-    workers keep the parent's memory as it was, and that optimizer rewrites all of its states in the
-    first step, so that each page would exist twice. ``forkserver`` is not used: its workers do not
-    notice that the training process was killed.
+    If the recipe sets a method, it is used. Otherwise workers are spawned if the optimizer is
+    offloaded: forked workers keep the parent's memory as it was, and that optimizer rewrites all of
+    its states in the first step, so that each page would exist twice. ``forkserver`` is not used,
+    because its workers do not notice that the training process was killed.
     """
     return trainer_config.get(CONTEXT) or ("spawn" if offload is True else None)
 
 
 def default_workers(processes: int, images: int, side: int) -> int:
-    """Return how many workers suit this machine; 0 for none."""
+    """Return how many workers each process gets by default; 0 for none."""
     workers = min(cores() // processes - 1, MAX_WORKERS)
     return workers_that_fit(max(workers, 0), processes, images, side)
 
@@ -70,8 +70,8 @@ def workers_that_fit(workers: int, processes: int, images: int, side: int = 1120
     """Return how many of ``workers`` fit, with their batches, into half of the shared memory that
     is free now.
 
-    The other half remains for evaluation, whose workers start while training's still have batches
-    there, and for NCCL.
+    The other half is for NCCL and for evaluation, whose workers start while those of training still
+    have batches there.
     """
     if not os.path.isdir(SHARED_MEMORY):  # not Linux
         return workers

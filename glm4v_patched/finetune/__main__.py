@@ -31,19 +31,20 @@ from .process import exit_process, run
 from .recipe.file import RecipeError
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# The data check may take hours. If process 0 dies, the launcher ends the waiting processes.
+# How long processes wait for the plan: the data check may take hours. If process 0 dies, the
+# launcher ends the others.
 MAX_WAIT = timedelta(days=7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lead or follow, by the rank in the environment, and return the exit status."""
+    """Run as process 0 or as another, by the rank in the environment; return the exit status."""
     options = _parse_arguments(argv)
     try:
         rank, placement = _rank_and_placement(options.device == "cpu")
         local_world_size = placement.local_processes or placement.processes
-        # Set before torch is imported, which reads some of these variables.
+        # torch reads some of these variables when it is imported.
         os.environ.update(training_environment(local_world_size, placement.on_cpu))
-        # PYTHONWARNINGS of that environment has no effect on a process that runs already.
+        # The PYTHONWARNINGS among them has no effect on a process that already runs.
         warnings.simplefilter("ignore", FutureWarning)
         store = _join_store()
         return _follow(rank, store) if rank else _lead(options, placement, store)
@@ -60,7 +61,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_recipe(parser)
     add_start(parser)
-    # DeepSpeed's launcher passes this option, and sets LOCAL_RANK, too.
+    # DeepSpeed's launcher passes this option. It is not read: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(argv)
 
@@ -101,7 +102,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
         local = placement.local_processes, options.device
         recipe, _ = validate_recipe(options.recipe, options.overrides, *local, placement.processes)
         job = resolve_recipe(recipe)
-        # Several processes need ZeRO; the GPUs of this machine were checked above.
+        # This checks only that several processes have ZeRO; the GPUs were checked above.
         place_processes(placement.processes, "cpu", job.options.zero_stage)
         start = options.resume_from or options.resume, options.overwrite
         accept = options.accept_changed_data
@@ -121,7 +122,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             elif error := read_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
     except BaseException:
-        # The others may wait for either key. The store is gone if the launcher has ended.
+        # The other processes may wait for either key. If the launcher has ended, the store is gone.
         with suppress(RuntimeError):
             store.set("plan", "null")
             store.set("go", "")

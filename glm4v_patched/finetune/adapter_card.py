@@ -1,4 +1,4 @@
-"""The model card beside trained adapters: their base, how they were trained, how to load them."""
+"""The model card beside trained adapters: their base, their training, and how to load them."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -13,7 +13,7 @@ from ..models.base import ModelSource
 from .ending import saved_step_and_scores
 
 CARD_FILE = "README.md"
-VERSIONED = ("peft", "transformers", "torch")
+VERSIONED = ("peft", "transformers", "torch")  # packages whose versions the card names
 TEMPLATE = """
 # LoRA adapters for glm-4v
 
@@ -45,7 +45,7 @@ With {packages}. The terms of the base model's license for derived models apply 
 """
 
 
-# The card has these texts for a base in a local folder, until hub_upload puts in its id.
+# Texts of the card for a base in a local folder; hub_upload replaces them by the base's id.
 NOT_ON_HUB, BASE_PLACEHOLDER = "a model that is not on the Hub", '"BASE"'
 BASE_LOCATION = "`BASE` is a folder of the model; `training.json` has the digests of its files."
 ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
@@ -57,7 +57,8 @@ def write_card(
     """Write the card of adapters in place of the empty one that peft leaves.
 
     Args:
-        base: Model of the adapters. A local folder is not named, because only this machine has it.
+        base: The adapters' base model. The card does not name a local folder, which only this
+            machine has.
         recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
         report: Contents of ``training.json``.
         rows: Rows of an epoch.
@@ -90,7 +91,7 @@ def write_card(
 
 
 def name_base(text: str, model: str, revision: str) -> str:
-    """Return a card with the name of its base put in: an id of the Hub, and a commit."""
+    """Return a card in which its base is named by an id of the Hub and a commit."""
     card = ModelCard(text)
     data: Any = card.data
     data.base_model = model

@@ -16,7 +16,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say on which device a run starts, and from which state."""
+    """Add the options for the device of a run and for the state from which it starts."""
     device_help = "cpu: train without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=DEVICES, default="cuda", help=device_help)
     start = parser.add_mutually_exclusive_group()

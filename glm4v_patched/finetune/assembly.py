@@ -28,18 +28,18 @@ from .training_arguments import LoopOptions
 def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> TrainingArguments:
     """Join the process group, and return the ``TrainingArguments``.
 
-    Call this before the model is built: the arguments make ``from_pretrained`` load straight into
-    ZeRO-3's shards.
+    Call this before the model is built: while the arguments exist, ``from_pretrained`` loads
+    straight into ZeRO-3's shards.
 
     Raises:
-        SystemExit: torch sees no GPU. transformers would silently use the CPU.
+        SystemExit: torch sees no GPU, where transformers would silently use the CPU.
     """
     if not arguments.get("use_cpu") and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     if torch.cuda.is_available():
         join_process_group(options)
     training_args = TrainingArguments(**arguments)
-    # On a CPU transformers joins first, because DeepSpeed would compile an extension.
+    # On a CPU the arguments have already joined it, because DeepSpeed would compile an extension.
     join_process_group(options)
     set_seed(training_args.seed)  # for the initialization of adapters
     quiet_transformers()
@@ -66,8 +66,8 @@ def build_trainer(
         build: Returns the prepared model (:func:`engine.prepare.prepare_model`).
         arguments: From :func:`init_training`.
         callbacks: Further callbacks. They run before the one that detects divergence.
-        reuse_features: Whether to cache the features of a frozen vision tower in memory; or the
-            folder of the cache.
+        reuse_features: Whether to cache the features of a frozen vision tower in memory, or the
+            folder to cache them in.
         data: ``train_dataset``, ``data_collator`` and further arguments of
             :class:`RecipeTrainer`.
     """

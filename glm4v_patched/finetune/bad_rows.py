@@ -1,4 +1,4 @@
-"""Rows of a stream that cannot be used, which are only found while training."""
+"""Rows of a stream that cannot be used: they are found only while training."""
 
 from typing import Any
 
@@ -13,21 +13,21 @@ MAX_PRINTED = 20
 
 
 class BadRow(NoResult):
-    """A run ended with a checkpoint at a row that cannot be used; all processes raise it."""
+    """A row that cannot be used ended the run, with a checkpoint; all processes raise this."""
 
 
 class BadRowTracker(TrainerCallback):
     """Prints the skipped rows, and ends a run that cannot go on.
 
-    The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes do
-    not wait for each other in every step. A run that has made all steps is complete anyway.
+    The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes
+    share their problems only at such intervals. A run that has made all steps is complete anyway.
 
     Args:
         ends: Whether a row that cannot be used ends the run. A data set that cannot be read any
             further always ends it.
 
     Attributes:
-        problems: All problems of this process, each once: a data set may be read several times.
+        problems: All problems of this process, each once, although a stream repeats its rows.
         fatal: The problems that end the run.
         num_skipped: How many rows all processes skipped; known after :meth:`conclude`.
     """
@@ -70,7 +70,7 @@ class BadRowTracker(TrainerCallback):
             by_process = [None] * dist.get_world_size()
             dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
         self.num_skipped = sum(number for number, _ in by_process)
-        if not self.has_ended:  # problems of the last steps may not be printed yet
+        if not self.has_ended:  # the problems of the last steps may not be printed yet
             self._print([*self.fatal][:MAX_PRINTED])
             return
         problems = [problem for _, fatal in by_process for problem in fatal]

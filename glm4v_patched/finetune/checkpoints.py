@@ -1,14 +1,14 @@
 """Detect which checkpoints are complete, and whether a run may resume from one.
 
 The Trainer and DeepSpeed write a checkpoint's files, about ten from each process, straight into its
-final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
-therefore counts only with a manifest, ``complete.json``, which is written last, after every process
-has written its files and all is on the disk. The manifest lists the files with their sizes and
+final folder, so a run that is killed while it writes leaves a folder that looks complete. A
+checkpoint therefore counts only with a manifest, ``complete.json``, which is written last, once the
+files of every process are on the disk. The manifest lists the files with their sizes and
 digests, and the fingerprint that a resumed run must match.
 
 This detects unfinished checkpoints, missing or changed files, and a missing or damaged manifest. It
-does not detect a change in a file above 64 MiB outside of the sampled blocks (checkpoints of the
-real model have 200 GB), nor a change by someone who also writes a new manifest.
+misses a change outside of the sampled blocks of a file above 64 MiB (checkpoints of the real model
+have 200 GB), and a change by someone who also writes a new manifest.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class RowDigests:
     """Digests of the rows of a run.
 
     Args:
-        number: How many rows are trained on.
+        number: Number of the rows to train on.
         digest: Digest of these rows in their order, with the bytes of their images.
         evaluated: Digest of the rows for evaluation, if evaluations decide which step is saved or
             when the run ends; else None.
@@ -88,8 +88,8 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is damaged.
+        FileNotFoundError: There is no manifest.
+        ValueError: The manifest is damaged.
     """
     path = checkpoint / CHECKPOINT_MANIFEST
     if not path.exists():
@@ -142,7 +142,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint, a line for each file; [] if it is complete.
+    """Return what is wrong with a checkpoint, one text per file; [] if it is complete.
 
     Args:
         contents: Whether to compare the digests of the files; else only their sizes.
@@ -189,8 +189,8 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     """Raise ``ValueError`` for a checkpoint that a run in ``folder`` cannot resume from.
 
-    Such a checkpoint is incomplete, lies elsewhere, or is followed by complete checkpoints, which
-    would be overwritten.
+    Such a checkpoint is incomplete, lies in another folder, or has later complete checkpoints,
+    which the run would overwrite.
     """
     present = list_checkpoints(folder)
     if checkpoint.resolve() not in [path.resolve() for path in present]:
@@ -210,9 +210,9 @@ def require_checkpoint(folder: Path, checkpoint: Path) -> None:
 
 
 def set_incomplete_aside(folder: Path, after_step: int) -> None:
-    """Rename the incomplete checkpoints of later steps, because new ones will need their names.
+    """Rename the incomplete checkpoints after a step, because new ones will need their names.
 
-    Nothing is deleted; a warning has the new names.
+    No file is deleted; a warning has the new names.
     """
     for checkpoint in list_checkpoints(folder):
         if checkpoint_step(checkpoint) <= after_step or not find_checkpoint_problems(checkpoint):

@@ -12,7 +12,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import format_bytes, pluralize
 from .recipe.trainer import TrainerFields
 
-# Bytes for each weight: fp32 masters, and both moments of AdamW in fp32 and in 8 bits.
+# Bytes for each trained weight: its fp32 master, and AdamW's two moments in fp32 or in 8 bits.
 FP32_BYTES, MOMENT_BYTES, MOMENT_8BIT_BYTES = 4, 8, 2
 
 
@@ -78,8 +78,8 @@ def checkpoints_at_once(
     Args:
         may_end_with_one: Whether the run may end with a checkpoint at a row that cannot be used
             (:attr:`Data.ends_at_bad_row`).
-        steps: Steps of the run, if ``max_steps`` does not set them. Before the steps are
-            known, one checkpoint is counted if nothing limits the number of checkpoints.
+        steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, as
+            many checkpoints as ``save_total_limit`` allows are counted, or one without a limit.
     """
     limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
     # The best checkpoint stays beside the newest ones.
@@ -110,7 +110,7 @@ def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int
     model = (adapters or total) * element_size
     if options.zero_stage == 0:  # weights are trained in fp32, and rounded only at the end
         return model, frozen * element_size + trained * (FP32_BYTES + moments)
-    # Beside the model that the Trainer saves, DeepSpeed saves fp32 masters and its own copy of the
-    # weights: of all weights, or under ZeRO-3 of the frozen ones.
+    # Beside the model that the Trainer saves, DeepSpeed saves fp32 masters, and its own copy of all
+    # weights, or under ZeRO-3 of the frozen weights.
     copied = frozen if options.zero_stage == 3 else trained + frozen
     return model, model + copied * element_size + trained * (FP32_BYTES + moments)

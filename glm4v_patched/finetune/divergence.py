@@ -1,8 +1,8 @@
 """Detect a diverged training: loss, gradients or weights that are NaN or infinite.
 
-No step waits for the GPU. The device counts the steps that were not finite; the counts are read
-when the Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. They are reduced
-over all processes, so that all end together.
+No step waits for the GPU, which counts the steps that were not finite. The counts are read when the
+Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. They are reduced over all
+processes, so that all processes end together.
 """
 
 import logging
@@ -20,7 +20,7 @@ from ..terminal_text import listed, pluralize
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 10  # steps
-MAX_NAMES = 5
+MAX_NAMES = 5  # of weights in a message
 
 
 class NoResult(RuntimeError):
@@ -34,12 +34,12 @@ class Diverged(NoResult):
 class DivergenceMonitor(TrainerCallback):
     """Ends a run after several steps in a row whose loss or gradient norm is NaN or infinite.
 
-    The run ends at most :data:`CHECK_INTERVAL` - 1 steps later. No checkpoint is saved after a step
-    that was not finite. A model with NaN or infinity before the first step raises
-    :class:`Diverged`.
+    The run ends at most :data:`CHECK_INTERVAL` - 1 steps after them. No checkpoint is saved after a
+    step that was not finite. If the model has NaN or infinity before the first step,
+    :class:`Diverged` is raised.
 
     Args:
-        limit: Number of such steps in a row that end the run; in a shorter run, all of its steps.
+        limit: Number of such steps in a row that end the run; at most all steps of the run.
 
     Attributes:
         verdict: Why the run was ended, or None.
@@ -72,7 +72,8 @@ class DivergenceMonitor(TrainerCallback):
 
         Args:
             loss: Scalar.
-            norm: Norm of all gradients, if it is known; DeepSpeed's is negative if not finite.
+            norm: Norm of all gradients, or None if it is not known; DeepSpeed makes it negative if
+                it is not finite.
         """
         is_finite = torch.isfinite(loss)
         self._step_is_bad |= ~is_finite
@@ -83,7 +84,7 @@ class DivergenceMonitor(TrainerCallback):
         return torch.where(is_finite, loss, 0)
 
     def pop_nonfinite_loss(self) -> float:
-        """Return the sum of all processes' losses since the last call that were not finite, or 0.
+        """Return the sum over all processes of the losses since the last call that were not finite.
 
         All processes must call this.
         """
@@ -136,15 +137,15 @@ def max_over_processes(counts: Tensor) -> list[int]:
 
 
 def json_number(number: float) -> float | str:
-    """Return a finite number as it is, and others as "nan", "inf" or "-inf", which JSON lacks."""
+    """Return a finite number as it is, and others, which JSON lacks, as "nan", "inf" or "-inf"."""
     return number if math.isfinite(number) else str(number)
 
 
 def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: str) -> None:
     """Raise :class:`Diverged` on all processes if weights of any process have NaN or infinity.
 
-    All processes must call this. Each reads its own shards once, which takes milliseconds on a GPU,
-    and on a CPU a tenth of the time to save the weights.
+    All processes must call this. Each process reads its own shards once; this takes milliseconds on
+    a GPU, and on a CPU a tenth of the time for saving the weights.
 
     Args:
         named: Names and parameters.
@@ -154,7 +155,7 @@ def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: s
     for name, parameter in named:
         if parameter.is_floating_point():
             names.append(name.removeprefix("base_model.model."))
-            # Under ZeRO-3 the shard of this process, without the padding of the last one.
+            # Under ZeRO-3 this is the process's shard; the last shard's padding is left out.
             tensors.append(unpadded_shard(parameter) if is_sharded(parameter) else parameter.data)
     if not tensors:
         return

@@ -14,7 +14,7 @@ from .run_folder import PLOT, SHEET
 def describe_end(job: Job, on_cpu: bool) -> str:
     """Describe a finished training, from its report in ``job.out``.
 
-    The lines say why the training ended, which step's weights were saved, the speed and memory,
+    The lines give the reason for the end, the step whose weights were saved, the speed and memory,
     the files, and the next command.
     """
     report, out = read_report(job.out), str(job.out)

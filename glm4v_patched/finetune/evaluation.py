@@ -1,4 +1,4 @@
-"""Evaluation while training: generated answers to some rows, and batches for each process."""
+"""Evaluation during a training: generated answers to some rows, and batches for each process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        # Compiled layers would be recompiled for a call without gradients.
+        # For a call without gradients, compiled layers would be recompiled.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -47,7 +47,7 @@ class EvalGenerations:
         Args:
             checked: The rows for evaluation. Rows whose answer would exceed the position table are
                 skipped.
-            sheet: File for the contact sheet of images with their answers.
+            sheet: File for the contact sheet: one picture of the images with their answers.
             number: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
             batch_size: Rows that are answered at once.
@@ -65,7 +65,7 @@ class EvalGenerations:
     def answer(self, model: Any, draws: bool) -> float:
         """Return the share of answers that match the reference exactly; NaN without a row.
 
-        All processes answer all rows, because the weights may be sharded over the processes.
+        All processes answer all rows, because the weights may be sharded over them.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.
@@ -93,10 +93,10 @@ class EvalGenerations:
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return this process's batches of row indices, and their weights: 0 for fillers, else 1.
+    """Return this process's batches of row indices, and the weight of each: 0 for a filler, else 1.
 
-    All processes get the same number of batches, because they gather weights together. A process
-    with fewer batches gets the first batch again, as a filler.
+    All processes get the same number of batches, because they gather the model's weights together.
+    A process with fewer batches gets the first batch of all again, as a filler.
     """
     rank, processes = 0, 1
     if dist.is_initialized():

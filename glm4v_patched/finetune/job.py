@@ -1,6 +1,6 @@
 """The class :class:`Job`: a recipe resolved once. Imports no torch.
 
-Code that plans, checks or trains takes a job or one of its values, never a recipe.
+Code that plans, checks or trains takes a job or values of it; no such code takes a recipe.
 """
 
 import json
@@ -17,7 +17,7 @@ from .recipe.model import resolve_base
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import TrainerFields
 
-# Only texts that match are published: they cannot be a path with a folder.
+# Only texts that match are published, because they cannot be a path with a folder.
 PUBLIC_TEXT = re.compile(r"[\w.+-]*")
 
 
@@ -28,14 +28,14 @@ class Job:
     Args:
         out: The run's folder.
         base: The base model, from :func:`resolve_base`.
-        inputs: Files that the run reads. The files of a model's folder are listed one by one,
-            because they may be links.
-        options: Options of the engine, "auto" where the recipe leaves them open.
+        inputs: Files that the run reads. Each file of a model's folder is listed, because it may be
+            a link.
+        options: Options of the engine; those that the recipe leaves open are "auto".
         data, trainer: Sections of the recipe.
         from_scratch: Prefixes of the names of weights that the model lacks on purpose.
-        max_nonfinite_steps: End the run after so many NaN or infinite steps in a row.
+        max_nonfinite_steps: Number of NaN or infinite steps in a row that end the run.
         decisive: Values that determine the result of training, by dotted names.
-        public_values: Values for the card of adapters, without names of files.
+        public_values: Values of the recipe for the card of adapters, without names of files.
         values: All values of the recipe, as written to ``out``.
     """
 
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def has_adapters(self) -> bool:
-        """Return whether adapters are trained, which are saved without their base model."""
+        """Return whether the run trains adapters, which are saved without their base model."""
         return is_lora(self.options.trained)
 
     def with_base(self, base: ModelSource) -> "Job":
@@ -61,7 +61,7 @@ class Job:
         return replace(self, base=base)
 
     def settings(self, processes: int) -> dict[str, Any]:
-        """Return the values that must be the same when a run is resumed, as JSON has them."""
+        """Return the values that must be the same when a run is resumed, as read back from JSON."""
         return json.loads(json.dumps(self.decisive | {"processes": processes}))
 
     def write(self, path: Path) -> None:
@@ -100,14 +100,14 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
     changeable = may_change()
     decisive = {name: value for name, value in recipe.flat().items() if name not in changeable}
     if recipe.trainer.max_steps is not None:
-        del decisive["trainer.num_train_epochs"]  # max_steps overrides it
-    if recipe.data.is_streamed:  # otherwise the digests of the rows are compared
+        del decisive["trainer.num_train_epochs"]  # max_steps overrides this field
+    if recipe.data.is_streamed:  # for other data, the digests of the rows are compared
         decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
     return decisive
 
 
 def _public_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values other than defaults that say how the model was trained."""
+    """Return the values that say how the model was trained and that are not defaults."""
     values = recipe.model_dump(mode="json", exclude_defaults=True)
     names = ("trained", "lora", "engine", "trainer")
     return _without_paths({name: values[name] for name in names if name in values}) or {}

@@ -55,16 +55,16 @@ def launch(
 ) -> None:
     """Train a job in processes of this machine.
 
-    The processes use DeepSpeed, with NCCL on GPUs and gloo on the CPU; with ``engine.zero_stage`` 0
-    there is a single process without any of these. All training processes end with this call, or
-    with this process if it is killed. During the run no other run can write to ``job.out``.
+    The processes use DeepSpeed, with NCCL on GPUs and gloo on the CPU. With ``engine.zero_stage`` 0
+    there is one process, which uses none of them. All training processes end when this call ends or
+    this process is killed. During the run no other run can write to ``job.out``.
 
     Args:
         job: From :func:`job.resolve_recipe`.
         placement: From :func:`preflight.validate_recipe`.
-        resume: True to resume from the last complete checkpoint in ``job.out``, or to start from
-            the beginning if there is none; or the checkpoint to resume from. Incomplete checkpoints
-            of later steps are renamed.
+        resume: The checkpoint to resume from; or True for the last complete checkpoint in
+            ``job.out``, or a start from the beginning if there is none. Incomplete checkpoints of
+            later steps are renamed.
         overwrite: Whether to remove the files of earlier runs in ``job.out``, once the data has
             been checked; see :mod:`run_folder`.
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
@@ -132,7 +132,7 @@ def _decide(
         require_first_rows(job.data.all_sources())
     with show_progress("checking the model"):  # imports transformers
         job = require_model(job)
-    # Imported late, so that the problems above are reported at once.
+    # torch is imported here, so that the problems above are reported at once.
     with show_progress("loading torch and transformers"):
         from ..models.loading import load_model_config
         from .disk import checkpoints_at_once, needed_space, require_disk_space
@@ -160,7 +160,7 @@ def _decide(
 
 @contextmanager
 def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]:
-    """Remove files of earlier runs, and record those of this run, however it ends."""
+    """Remove files of earlier runs, and record the files of this run, however it ends."""
     start_record(folder, remove)
     try:
         yield
@@ -231,8 +231,8 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
         How a process failed, after which the others are killed; "" if none failed.
     """
     with _signals_as_exceptions():
-        # A training process ends when its stdin closes, and only this process holds the other end.
-        # Each leads a process group: Ctrl-C does not reach it, and its children are killed with it.
+        # A training process ends when its stdin closes, whose other end only this process holds. It
+        # leads a process group, so Ctrl-C does not reach it, and its children are killed with it.
         processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
             for variables in environments
@@ -255,7 +255,7 @@ def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Po
     failed = [(status, number) for number, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    # Report a signal (a negative status) first: it may be why the other processes failed.
+    # A signal (a negative status) is reported first: it may be why the other processes failed.
     status, number = min(failed)
     name = f"process {number} (PID {processes[number].pid})"
     if status == -signal.SIGKILL:
@@ -270,7 +270,7 @@ def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Po
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """Raise ``TrainingStopped`` on SIGTERM, and on SIGHUP unless that is ignored (nohup)."""
+    """Raise ``TrainingStopped`` on SIGTERM, and on SIGHUP unless SIGHUP is ignored (nohup)."""
 
     def stop(number: int, frame) -> None:
         raise TrainingStopped("", signal.Signals(number))

@@ -1,8 +1,8 @@
 """The class :class:`Plan`: all decisions of a run, made once.
 
 The launcher makes the plan, prints its summary (:mod:`summary`) and writes it. Every training
-process reads it, and makes no decision of its own: what ``train``, ``--dry-run`` and ``doctor``
-print is what runs.
+process reads the plan and makes no decision of its own. So the training does what ``train``,
+``--dry-run`` and ``doctor`` print.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# Rows of a stream may be longer than the longest checked row, by this factor.
+# Memory is planned for rows of a stream this many times as long as the longest checked row.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -69,21 +69,21 @@ class Plan:
         placement: The processes and their devices.
         options: Options of the engine, without "auto".
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
-        reuse_features: ``data.reuse_features`` of the recipe.
+        reuse_features: Whether to cache the features of images, or the folder of that cache.
         answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
-        length: Length of the run by the recipe (:attr:`TrainerFields.length`).
+        length: ``max_steps`` or ``num_train_epochs`` by its name (:attr:`TrainerFields.length`).
         ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
-        public_values: As in :class:`Job`.
+        public_values: Values of the recipe that the card of adapters shows (:class:`Job`).
         batch: Size of the largest batch of one process.
-        rows: Rows of an epoch, after packing; of a stream the checked rows.
-        steps: Optimizer steps of the run, including those before the checkpoint.
+        rows: Number of rows in an epoch, after packing; for a stream, of checked rows.
+        steps: Optimizer steps of the run, including the steps up to the checkpoint.
         steps_an_epoch: Optimizer steps of one pass over the rows.
-        free: Free bytes when the plan was made, on the GPU with the fewest; 0 on a CPU.
+        free: Usable free bytes of the fullest GPU when the plan was made; 0 on a CPU.
         needed: Estimated peak bytes of a step on each GPU.
         space: Disk space that the run needs.
-        checkpoint: Checkpoint in ``out`` to resume from.
-        changes: Accepted changes of the rows since the checkpoint, a line each.
+        checkpoint: Checkpoint in ``out`` to resume from; None for a new run.
+        changes: A line for each accepted change of the rows since the checkpoint.
     """
 
     arguments: dict[str, Any]
@@ -124,14 +124,14 @@ class Plan:
 
     @property
     def effective_batch(self) -> int:
-        """Return the rows of an optimizer step, over all processes."""
+        """Return the number of rows in an optimizer step of all processes."""
         batch_size = self.arguments["per_device_train_batch_size"]
         accumulation = self.arguments["gradient_accumulation_steps"]
         return batch_size * accumulation * self.placement.processes
 
     @property
     def steps_done(self) -> int:
-        """Return the steps up to the checkpoint that is resumed from."""
+        """Return the step of the checkpoint that the run resumes from; 0 for a new run."""
         return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint)
 
     @property
@@ -152,7 +152,7 @@ class Plan:
         """Read the result of the data check.
 
         Raises:
-            ValueError: The data is not what the plan was made with.
+            ValueError: The rows are not those that the plan was made with.
         """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
@@ -164,7 +164,7 @@ class Plan:
         return checked
 
     def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
-        """Return what a run that resumes this one must have in common with it."""
+        """Return the settings and digests that a run must share to resume this one."""
         eval_decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
         eval_decides = eval_decides or self.arguments["save_strategy"] == "best"
         return ResumeFingerprint(self.settings, self.files, digest_rows(checked, eval_decides))
@@ -199,7 +199,7 @@ class Plan:
             raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(lines))
         if not self.free:
             return
-        # The memory outside of torch is allocated by now: the CUDA context, and NCCL's buffers.
+        # By now the CUDA context and NCCL's buffers (NON_TORCH_BYTES) are allocated, too.
         free = min_free_gpu_memory(self.options.memory_limit)
         if free < self.free - NON_TORCH_BYTES:
             raise RuntimeError(
@@ -219,13 +219,13 @@ def make_plan(
     """Decide all that the job leaves open, for the checked rows and this machine.
 
     Args:
-        job: With a pinned base model.
+        job: The job; its base model must be pinned.
         checkpoint: From :func:`find_start_checkpoint`.
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: The rows differ without ``accept_changed_data``; or the run would have no batch,
-            no evaluation that it needs, or no valid learning rate.
+        ValueError: The rows differ and ``accept_changed_data`` is false; or the run would have no
+            batch, no evaluation that it needs, or no valid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
     sequences = checked.batch_sequences()
@@ -298,7 +298,8 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
         resume: True for the last complete checkpoint, if there is one; or a checkpoint in ``out``.
 
     Raises:
-        ValueError: The checkpoint is incomplete, or of a run with other settings or another model.
+        ValueError: The checkpoint is incomplete, or of a run with other settings or another model;
+            or the training in ``out`` is finished and left no checkpoint.
     """
     folder = job.out
     if not resume:
@@ -367,7 +368,8 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
-        with_evaluated: Whether evaluations decide which step is saved, or when the run ends.
+        with_evaluated: Whether to include the rows for evaluation: they count if evaluations decide
+            which step is saved, or when the run ends.
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:

@@ -1,6 +1,6 @@
 """Checks of a recipe on this machine, before anything expensive starts. Imports no torch.
 
-The command runs the checks once; training processes do not repeat them.
+The command runs these checks once; the training processes do not repeat them.
 """
 
 import os
@@ -43,13 +43,13 @@ def validate_recipe(
     """Read a recipe, and check whether it can run on this machine.
 
     Args:
-        overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
+        overrides: Assignments such as ``engine.compile=true`` that override the file.
         processes, device: Arguments of :func:`place_processes`, for this machine.
         world_size: Number of processes of all machines, if there are several.
 
     Raises:
-        RecipeError: Has a line for every problem, except those that another problem hides. Its
-            ``recipe_and_placement`` has what could be resolved.
+        RecipeError: There are problems. The message has a line for each problem that no other
+            problem hides; ``recipe_and_placement`` has the recipe and placement, if resolved.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
@@ -72,7 +72,7 @@ def validate_recipe(
 def _local_problems(
     known: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
-    """Yield valid values that cannot be used on this machine: paths, devices, packages."""
+    """Yield problems of valid values on this machine: paths, devices, packages."""
     checks = {
         "model": find_model_problem,
         "data.train": find_path_problem,
@@ -112,7 +112,7 @@ def _local_problems(
 def find_device_problems(
     known: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
-    """Yield values of a recipe that do not run on a device.
+    """Yield problems of values of a recipe that do not work on a device.
 
     Args:
         known: Valid values by dotted names.
@@ -134,7 +134,7 @@ def find_device_problems(
 def _combined_problems(
     recipe: Recipe, placement: Placement | None, world_size: int | None
 ) -> list[RecipeProblem]:
-    """Return problems of several fields together on this machine."""
+    """Return problems of fields that do not work together on this machine."""
     base, problems = ModelSource(recipe.model), list[RecipeProblem]()
     with collect_problems(problems, "model"):
         base = resolve_base(recipe)

@@ -1,7 +1,7 @@
 """Entry point of a training process: ``python -m glm4v_patched.finetune.process PLAN``.
 
 ``PLAN`` is the file of a :class:`plan.Plan`. :mod:`launch` starts this module; on several machines
-:mod:`__main__` calls it. Slow imports come only after the process is bound to end with its parent.
+:mod:`__main__` calls it. Slow imports come after the process is bound to end with its parent.
 """
 
 import os
@@ -21,7 +21,7 @@ def main() -> NoReturn:
 def run(plan: Path) -> int:
     """Train by a plan, and return the exit status.
 
-    If the training has no result, its report has the error, which the launcher prints.
+    If the training has no result, its report contains the error, and the launcher prints it.
     """
     with show_progress(
         "loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"

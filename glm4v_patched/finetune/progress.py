@@ -23,9 +23,9 @@ GIB = 2**30
 
 
 def quiet_transformers() -> None:
-    """Hide the warning that the Trainer has aligned the model's special tokens.
+    """Hide the warning that the Trainer has replaced the model's special tokens by the tokenizer's.
 
-    :class:`trainer.RecipeTrainer` undoes that alignment.
+    :class:`trainer.RecipeTrainer` undoes that replacement.
     """
     for name in ("transformers.trainer", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_not_alignment)
@@ -38,17 +38,17 @@ def _is_not_alignment(record: logging.LogRecord) -> bool:
 class Progress(TrainerCallback):
     """Prints a line for each log entry, draws ``loss.png``, and measures speed and memory.
 
-    On a terminal there is a progress bar below the lines. ``loss.png`` is redrawn at most twice a
-    minute, and at the end.
+    A terminal shows a progress bar below the lines. ``loss.png`` is redrawn at most twice a minute,
+    and at the end.
 
     Args:
-        batch: Samples of an optimizer step, over all processes; a mean if samples are packed.
+        batch: Samples in an optimizer step of all processes; their mean if samples are packed.
         compiles: Whether the first step compiles the layers, which may take a minute.
         shows_bar: Whether to show the bar.
         has_epochs: Whether the data has an end, unlike a stream.
     """
 
-    # Steps that are not timed: layers are compiled, workers start, and kernels are chosen.
+    # The first steps are not timed: layers are compiled, workers start, and kernels are chosen.
     WARM_UP = 3
 
     def __init__(
@@ -63,7 +63,7 @@ class Progress(TrainerCallback):
         self._first_step_message = ExitStack()
         self._bar: tqdm | None = None
         self._last_time: float | None = None
-        self._step_seconds: list[float] = []  # without evaluations and checkpoints
+        self._step_seconds: list[float] = []  # without the time of evaluations and checkpoints
         self._num_logged = 0
         self._memory_peaks: dict[str, float] = {}
         self._last_plot_time = 0.0
@@ -136,8 +136,8 @@ class Progress(TrainerCallback):
     def measurements(self) -> dict[str, float | None]:
         """Return ``samples_per_s`` of all processes, and on a GPU the peaks of memory in GiB.
 
-        The speed excludes evaluations and checkpoints; it is None after too few steps. The memory
-        is that of this process.
+        The speed excludes evaluations and checkpoints, and is None after too few steps. The peaks
+        are those of this process.
         """
         timed = self._step_seconds[self.WARM_UP + 1 :]
         speed = len(timed) * self.batch / sum(timed) if timed else None
@@ -150,8 +150,8 @@ class Progress(TrainerCallback):
         folder = Path(args.output_dir)
         saved = sorted(map(checkpoint_step, list_checkpoints(folder)))
         arguments = state.log_history, folder / PLOT, saved, state.best_global_step
-        # matplotlib's font parser stores the exceptions that it catches. Their tracebacks keep the
-        # frames of all callers alive; a thread's frames do not hold the model and the workers.
+        # matplotlib's font parser stores the exceptions that it catches, whose tracebacks keep the
+        # frames of all callers alive. The frames of a thread do not hold the model and the workers.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(plot_loss, *arguments).result()
         self._last_plot_time = time.monotonic()

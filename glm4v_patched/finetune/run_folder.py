@@ -1,7 +1,7 @@
 """The folder of a run: one run at a time writes to it, and no run overwrites files of others.
 
-``run.json`` in the folder records which of its files were written by runs. A run creates it before
-its other files, and lists these there when it ends. Imports no torch.
+``run.json`` in the folder records which files runs have written there. A run creates it before its
+other files, and lists these files in it at the end. Imports no torch.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ from ..terminal_text import listed
 from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
-HOLDER = "process "  # begins the lock file, which describes the process that holds the lock
+HOLDER = "process "  # first word of the lock file, which names the process that holds the lock
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
 """The resolved recipe, the plan, and the result of the data check."""
 # The trained model or adapters, and the files that are needed to load them.
@@ -52,11 +52,11 @@ MODEL_CONFIGS += [
     "merges.txt",
 ]
 MODEL_FILES = WEIGHTS + MODEL_CONFIGS
-CODE_FILES = ["*_chatglm.py"]
+CODE_FILES = ["*_chatglm.py"]  # the model's code
 CODE_FILES += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
 CHECKPOINT_FOLDER = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# Files that a stopped run leaves beside its checkpoints.
+# The names of all files that a stopped run leaves beside its checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
 STATE_FILES = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
 
@@ -65,7 +65,7 @@ def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
     """Return the entries of a folder with names that a run writes, except ``run.json``.
 
     Args:
-        adapters: Whether the run trains adapters. Their README.md then counts, too.
+        adapters: Whether the run trains adapters. README.md is then a run's file, too.
     """
     patterns = [*MODEL_FILES, *CODE_FILES, *STATE_FILES, TRAINING_REPORT]
     patterns += ["README.md"] * adapters
@@ -80,8 +80,8 @@ def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
 def locked(folder: Path) -> Iterator[None]:
     """Create a folder if it is missing, and hold its lock during the block.
 
-    The lock is flock's, so the kernel releases it however this process ends. The package filelock
-    would not tell who holds a lock, and would write to a file of somebody else.
+    The lock is one of flock, so the kernel releases it however this process ends. The package
+    filelock would not tell who holds a lock, and would write to a file of somebody else.
 
     Raises:
         ValueError: Another run holds the lock, or the folder cannot be written to.
@@ -99,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.pwrite(descriptor, f"{HOLDER}{os.getpid()} on {holder}".encode(), 0)
         yield
     finally:
-        # Unlink before unlocking: a process that opened the file earlier notices its removal.
+        # Unlink before unlocking, so that a process that opened the file earlier notices it.
         with suppress(OSError):
             os.unlink(folder / LOCK)
         os.close(descriptor)
@@ -109,7 +109,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def require_lockable(folder: Path) -> None:
-    """Raise ``ValueError`` if :func:`locked` would, and change nothing."""
+    """Raise ``ValueError`` if :func:`locked` would raise it; change nothing."""
     if problem := find_folder_problem(str(folder)):
         raise _unusable(folder, problem)
     with suppress(FileNotFoundError):
@@ -210,7 +210,7 @@ def require_usable(
             "other data, give a new run that folder as model"
         )
     if recorded is not None and not finished:
-        # A run that was stopped before its first checkpoint left nothing worth keeping.
+        # A run that was stopped before its first checkpoint left no file worth keeping.
         present = [name for name in present if name not in (*STATE_FILES, TRAINING_REPORT)]
     foreign = sorted({*present} - (recorded or set()))
     if resume:  # the files of a stopped run may have been moved here without run.json
@@ -237,7 +237,7 @@ def require_usable(
 
 
 def _is_stopped_run(name: str) -> bool:
-    """Return whether a name is one that a stopped run leaves behind."""
+    """Return whether a stopped run leaves a file or folder of this name."""
     return CHECKPOINT_FOLDER.fullmatch(name) is not None or name in STATE_FILES
 
 
@@ -258,8 +258,8 @@ def start_record(folder: Path, remove: list[str]) -> None:
 def read_record(folder: Path) -> set[str] | None:
     """Return the names that runs have written in a folder, or None if it has no ``run.json``.
 
-    If the last run was killed (SIGKILL) before it could list its files, all names that
-    :func:`run_file_names` finds are returned.
+    If the last run was killed (SIGKILL) before it could list its files, the result is all names
+    that :func:`run_file_names` finds.
     """
     if find_file_problem(folder / RECORD):
         return None

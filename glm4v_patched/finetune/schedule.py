@@ -13,12 +13,12 @@ from ..terminal_text import error_text
 from .recipe.file import short_json
 from .recipe.trainer import METRIC_SCHEDULES
 
-# Longer runs are sampled at this number of evenly spread steps. Schedules that depend on a metric
-# are tried with this number of improving evaluations, and as many that do not improve.
+# A longer run is sampled at MAX_SAMPLED_STEPS evenly spread steps. A schedule that depends on a
+# metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
 MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
-ROUNDING = 1e-6
-# A schedule is most likely a mistake if its highest rate is below this share of
-# trainer.learning_rate, or if more than this share of its steps have the rate 0.
+ROUNDING = 1e-6  # relative error of a rate that is accepted
+# A schedule is most likely a mistake if its highest rate is below MIN_PEAK_SHARE of
+# trainer.learning_rate, or if more than MAX_IDLE_SHARE of its steps have the rate 0.
 MIN_PEAK_SHARE, MAX_IDLE_SHARE = 0.8, 0.1
 
 Arguments = Mapping[str, Any]
@@ -86,9 +86,10 @@ def schedule_warnings(arguments: Arguments) -> Iterator[str]:
 def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     """Return pairs of a step, from 0, and its learning rate.
 
-    If parts of the model have their own rates, the highest is returned; the others are proportional
-    to it. The step after the last one is included, because the Trainer computes its rate, too. A
-    schedule that depends on a metric yields the rates after some evaluations, all as step 0.
+    If parts of the model have their own rates, the highest rate is returned; the others are
+    proportional to it. The step after the last is included, because the Trainer computes its rate,
+    too. For a schedule that depends on a metric, all pairs have step 0, and their rates are those
+    after some evaluations.
     """
     optimizer = torch.optim.AdamW(
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]
@@ -107,7 +108,7 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
 
 def _build(arguments: Arguments, optimizer: Any, kwargs: dict[str, Any]) -> Any:
     """Build the schedule with the arguments that the Trainer passes."""
-    with warnings.catch_warnings(action="ignore"):  # the training will show them
+    with warnings.catch_warnings(action="ignore"):  # the training will show these warnings
         return get_scheduler(
             arguments["lr_scheduler_type"],
             optimizer=optimizer,
@@ -118,7 +119,7 @@ def _build(arguments: Arguments, optimizer: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _sampled_steps(arguments: Arguments) -> list[int]:
-    """Return all steps of a short run, or evenly spread steps and those around edges."""
+    """Return all steps of a short run; of others, evenly spread steps and those around edges."""
     steps, warmup = arguments["max_steps"], arguments["warmup_steps"]
     if steps <= MAX_SAMPLED_STEPS:
         return [*range(steps + 1)]
@@ -141,7 +142,7 @@ def _require_kwargs(arguments: Arguments) -> None:
             f"transformers {transformers.__version__}; expected null"
         )
     for key, value in kwargs.items():
-        # Lists are refused: they need an item for each parameter group, which only the model has.
+        # A list is refused: it needs an item for each parameter group, and only the model has them.
         is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if not (value is None or is_number or isinstance(value, str)):
             raise ValueError(

@@ -13,7 +13,7 @@ def require_batches(job: Job, rows: int, processes: int) -> None:
     """Raise ``ValueError`` if ``dataloader_drop_last`` would drop all batches.
 
     Args:
-        rows: Rows of an epoch; packed rows, if they are packed.
+        rows: Number of rows in an epoch, after packing.
     """
     trainer_config = job.trainer
     needed = trainer_config.per_device_train_batch_size * processes
@@ -35,7 +35,7 @@ def require_evaluations(
 ) -> None:
     """Raise ``ValueError`` if no row is left to evaluate on, or if the run would end too early.
 
-    Some fields need an evaluation before the run ends.
+    Too early means before ``eval_delay`` is over, or before an evaluation that a field needs.
     """
     if checked.eval is None:
         return

@@ -23,7 +23,7 @@ from .plan import Plan
 from .schedule import schedule_warnings
 
 MAX_SAMPLE_CHARACTERS = 1500
-MAX_LEARNING_RATE = 1e-2  # far above what trains a model of any size
+MAX_LEARNING_RATE = 1e-2  # far above the rates that train a model of any size
 # Operations that each policy of activation checkpointing recomputes; "every N" is not listed.
 RECOMPUTED = {
     "none": "nothing",
@@ -63,7 +63,7 @@ def describe_plan(plan: Plan, checked: CheckedData) -> str:
 def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
     """Return the text of a conversation as the model gets it.
 
-    Supervised tokens are between ``[[`` and ``]]``; an image is shown as its number of tokens.
+    Supervised tokens are between ``[[`` and ``]]``. An image is shown as its number of tokens.
     """
     batch = ConversationCollator(processor)([list(conversation)])
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
@@ -142,7 +142,7 @@ def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
 
 
 def describe_policies(plan: Plan) -> str:
-    """Describe activation checkpointing by what is recomputed, offload and compilation."""
+    """Describe what activation checkpointing recomputes, the offload, and compilation."""
     options = plan.options
     parts = {"vision tower": options.tower, "language model": options.language}
     recomputed = [
@@ -157,7 +157,7 @@ def describe_policies(plan: Plan) -> str:
 
 
 def describe_memory(plan: Plan) -> str:
-    """Describe the estimated peak memory of a GPU; empty on a CPU, for which there is none."""
+    """Describe the estimated peak memory of a GPU; return "" on a CPU, which has no estimate."""
     if not plan.free:
         return ""
     available = (plan.free - NON_TORCH_BYTES) / GIB

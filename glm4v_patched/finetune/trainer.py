@@ -39,16 +39,16 @@ from .training_arguments import LoopOptions
 
 logger = logging.getLogger(__name__)
 
-# Private methods of the Trainer that are overridden or called.
+# Private methods of transformers' Trainer that this module overrides or calls.
 PRIVATE_METHODS = ("_determine_best_metric", "_load_best_model", "_save_checkpoint")
 
 
 class RecipeTrainer(Trainer):
     """Trainer of a glm-4v or of LoRA adapters on one.
 
-    Models and checkpoints are saved with their original config, so that they can be loaded.
-    Adapters are saved with the model's code beside them, by which a process without this package
-    loads their base.
+    It saves models and checkpoints with the model's original config, so that they can be loaded.
+    Beside adapters it saves the model's code, with which a process without this package loads the
+    base model.
 
     Args:
         model: A glm-4v, or peft's model around one.
@@ -86,9 +86,9 @@ class RecipeTrainer(Trainer):
         untyped: Any = model
         self.inner: GLM4VForCausalLM = untyped.get_base_model() if self.has_adapters else untyped
         if self.has_adapters:
-            # peft would ask the Hub for the base's config, to see whether embeddings were resized.
+            # Else peft asks the Hub for the base's config, to see whether embeddings were resized.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
-        # The Trainer replaces the model's three end tokens with the tokenizer's single one.
+        # The Trainer replaces these three end tokens by the tokenizer's one; save_model undoes it.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
@@ -101,9 +101,9 @@ class RecipeTrainer(Trainer):
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer with a learning rate for each part of the model.
 
-        Empty parameter groups are dropped: all weights of LoRA have weight decay, which leaves the
-        other group empty. DeepSpeed would drop that group, but not the scheduler, and the first
-        step would fail with "zip() argument 2 is longer".
+        Empty parameter groups are dropped. With LoRA the group without weight decay is empty;
+        DeepSpeed would drop it, the scheduler would keep it, and the first step would fail with
+        "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
         self._defaults = optimizer.defaults
@@ -134,8 +134,8 @@ class RecipeTrainer(Trainer):
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, StreamDataset):
-            # A stream is sharded already; accelerate would shard its rows again, or read them all
-            # in one process.
+            # A stream yields only the rows of this process. accelerate would shard them again, or
+            # read all rows in one process.
             args, rows = self.args, self.train_dataset
             workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor
             pin_memory = args.dataloader_pin_memory and torch.cuda.is_available()
@@ -143,14 +143,14 @@ class RecipeTrainer(Trainer):
             return self._loader(rows, self.data_collator, workers, prefetch, **options)
         loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
-            # accelerate's loader wraps the one that starts the workers.
+            # accelerate's loader wraps torch's loader, which starts the workers.
             loader.base_dataloader.multiprocessing_context = self.worker_start
         return loader
 
     def _loader(self, rows, collator, workers: int, prefetch: int | None, **options) -> DataLoader:
         if workers:
             options |= {"prefetch_factor": prefetch, "multiprocessing_context": self.worker_start}
-        # Without its own generator, the loader would advance torch's global one.
+        # Without a generator of its own, the loader would advance torch's global generator.
         generator = torch.Generator()
         options |= {"collate_fn": collator, "num_workers": workers, "generator": generator}
         return DataLoader(rows, **options)
@@ -186,7 +186,7 @@ class RecipeTrainer(Trainer):
                 with self.compute_loss_context_manager():
                     draws = self.is_world_process_zero()
                     exact_match = self.eval_generations.answer(self.model, draws)
-            # Another GPU may generate another token, but all processes must decide alike.
+            # GPUs may generate different tokens, and all processes must decide by the same result.
             shared = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():
                 torch.distributed.broadcast(shared, 0)
@@ -201,7 +201,7 @@ class RecipeTrainer(Trainer):
         return metrics
 
     def _save_start(self, metrics: dict[str, float]) -> None:
-        """Save a checkpoint before the first step, because these weights may stay the best."""
+        """Save a checkpoint before the first step, because the first weights may stay the best."""
         saves_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
         self.control.should_save = saves_best
         if self._determine_best_metric(metrics, None) and saves_best:
@@ -210,7 +210,7 @@ class RecipeTrainer(Trainer):
 
     @torch.no_grad()
     def _mean_loss(self, rows: Any) -> tuple[float, int]:
-        """Return the mean loss of all supervised tokens of ``rows``, and how many they are.
+        """Return the mean loss of all supervised tokens of ``rows``, and their number.
 
         The rows are sharded over the processes; the result is the same on all of them. torch's
         random state does not change.
@@ -253,7 +253,7 @@ class RecipeTrainer(Trainer):
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Update the best metric, and return whether ``save_strategy: best`` saves a checkpoint.
 
-        Only a step whose weights are saved can be the best: in a checkpoint, or at the end.
+        Only a step whose weights are saved, in a checkpoint or at the end, can be the best.
         """
         state, stops = self.state, self.control.should_training_stop
         is_over = state.global_step >= state.max_steps or (stops and not self.bad_rows.has_ended)
@@ -268,7 +268,7 @@ class RecipeTrainer(Trainer):
             return self.bad_rows.has_ended and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
-            # transformers 4.57 does not record the step for "best", and no release records step 0.
+            # transformers 4.57 records no step for save_strategy: best, and no release step 0.
             step, folder = state.global_step, cast(str, self.args.output_dir)
             state.best_global_step = step
             if not is_over:
@@ -276,7 +276,7 @@ class RecipeTrainer(Trainer):
         return (is_best and is_finite or self.bad_rows.has_ended) and not is_over
 
     def _load_best_model(self) -> None:
-        # The last step has no checkpoint. If it is the best, the model has its weights already.
+        # The last step has no checkpoint. If it is the best step, the model has its weights.
         if self.state.best_global_step != self.state.global_step:
             super()._load_best_model()
 
@@ -293,7 +293,8 @@ class RecipeTrainer(Trainer):
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # In training mode, processes without an image run the same collectives as the others.
+        # The model stays in training mode, in which a process without an image takes part in the
+        # same collectives as the others.
         # Compiled layers would be recompiled for a call without gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
@@ -342,8 +343,7 @@ class CheckpointSchedule(TrainerCallback):
     checkpoint before the new one is complete.
 
     Args:
-        fingerprint: What a run that resumes from these checkpoints must have in common with this
-            one.
+        fingerprint: Settings and digests that a run must share to resume from these checkpoints.
         keep: How many complete checkpoints to keep, or None for all. Incomplete ones, links, and
             the one with the best evaluation are never deleted.
     """
@@ -368,10 +368,10 @@ class CheckpointSchedule(TrainerCallback):
         """Log before each evaluation and checkpoint, so that a checkpoint has the whole history."""
         is_last = state.global_step >= state.max_steps
         if is_last:
-            # Evaluate before the best weights are loaded, which older transformers do not.
+            # Older releases of transformers do not evaluate before they load the best weights.
             control.should_evaluate |= args.eval_strategy == "steps"
-            # The model itself will be saved; a run resumed from a checkpoint of the last step would
-            # make one step too many.
+            # The model itself is saved after the last step. A run resumed from a checkpoint of that
+            # step would make one step too many.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
             # Otherwise the losses since the last entry would be lost at the end, or on resuming.

@@ -12,7 +12,7 @@ from ..engine.deepspeed.config import deepspeed_config
 from ..engine.options import EngineOptions
 from .job import Job
 
-# Names of the Trainer for the engine's optimizers.
+# The Trainer's names for the engine's optimizers.
 TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 # Fields of the section ``trainer`` that become LoopOptions, or the number of steps.
 NOT_TRAINING_ARGUMENTS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
@@ -25,7 +25,7 @@ class LoopOptions:
 
     Args:
         rates: Learning rate of each part of the model, or None for one rate.
-        max_nonfinite_steps: As in :class:`job.Job`.
+        max_nonfinite_steps: Number of NaN or infinite steps in a row that end the run.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
         patience, threshold: For EarlyStoppingCallback; without a patience, no early stopping.
@@ -81,13 +81,13 @@ def training_arguments(
     from_recipe = trainer_config.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
     decided: dict[str, Any] = {
         "output_dir": str(job.out),
-        # Epochs are given as steps, too, so that schedule, log and estimates agree.
+        # A run of some epochs is given as steps, so that schedule, log and estimates agree.
         "max_steps": steps,
         "per_device_eval_batch_size": trainer_config.eval_batch_size,
         "learning_rate": trainer_config.highest_rate,
         "warmup_steps": trainer_config.warmup(steps),
-        # "epoch" is given as steps: at the end of an epoch the Trainer saves before it evaluates,
-        # so a run that resumes from that checkpoint would lack the evaluation.
+        # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and
+        # a run that resumes from that checkpoint would lack the evaluation.
         "save_strategy": "steps"
         if trainer_config.effective_save_strategy == "epoch"
         else trainer_config.effective_save_strategy,
@@ -95,7 +95,7 @@ def training_arguments(
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
         "eval_delay": trainer_config.eval_delay(steps_an_epoch),
-        # The checkpoint of a resumed run already has this evaluation.
+        # A resumed run has this evaluation in its checkpoint.
         "eval_on_start": bool(trainer_config.undeclared_fields.get("eval_on_start"))
         and not continues,
         "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,
@@ -119,6 +119,6 @@ def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
         "deepspeed": deepspeed_config(options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        # The filter logs the mean of earlier losses in place of NaN, and syncs the GPU every step.
+        # The filter would log the mean of earlier losses for NaN, and wait for the GPU every step.
         "logging_nan_inf_filter": False,
     }

@@ -1,4 +1,4 @@
-"""The training by a plan, as every training process runs it."""
+"""Train by a plan: the code that every training process runs."""
 
 import json
 import os
@@ -39,18 +39,18 @@ from .trainer import CheckpointSchedule, RecipeTrainer
 def train(plan: Plan) -> None:
     """Train by a plan, and save the model or the adapters to ``out``.
 
-    Writes ``training.json`` there last: whether the training has finished, the history of loss and
-    gradient norm, speed and memory, the number of processes, and digests of the base model. In fp32
-    on a CPU, the losses and weights of a resumed run equal those of an uninterrupted run bit for
-    bit.
+    Process 0 then writes ``training.json`` there: whether the training has finished, the history of
+    loss and gradient norm, speed and memory, the number of processes, and digests of the base
+    model. In fp32 on a CPU, the losses and weights of a resumed run equal those of an uninterrupted
+    run bit for bit.
 
     Raises:
         ValueError, RuntimeError: The conditions of the plan do not hold here
-            (:meth:`Plan.require_same_conditions`), or the data has changed since.
+            (:meth:`Plan.require_same_conditions`), or the data has changed.
         Diverged: Loss, gradients or weights have become NaN or infinite; ``out`` has no model.
         BadRow: A row of a stream cannot be used; ``out`` has a checkpoint.
         NoResult: No step was made, or fewer than planned without a reason; ``out`` has no model.
-            All processes raise this and its subclasses above.
+            All processes raise this class and its subclasses ``Diverged`` and ``BadRow``.
         SystemExit: The GPU of this process cannot be used (:func:`assembly.init_training`).
     """
     error: NoResult | None = None
@@ -113,7 +113,7 @@ def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
 def _training_rows(
     plan: Plan, checked: CheckedData, processor: Any, arguments: TrainingArguments
 ) -> dict[str, Any]:
-    """Return the training data set and its collator: conversations, packed or not, or a stream."""
+    """Return the training data set (conversations, packs or a stream) and its collator."""
     if plan.stream_buffer is not None:
         stream = StreamDataset(
             checked.sources,
@@ -229,7 +229,7 @@ def build_model(options: EngineOptions, base: ModelSource) -> nn.Module:
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
-    # With a relative path, the adapters could be loaded from the current folder only.
+    # By a relative path, the saved adapters would find their base only from the current folder.
     if adapters is not None and os.path.isdir(base.model):
         adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model

@@ -21,8 +21,8 @@ from .types import (
 EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
 SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
-# Number of rows of a stream that are checked before training: by default, and with ``check: none``,
-# for which these rows are read to learn how long rows are.
+# Number of rows of a stream that are checked before training: by default; and with ``check: none``,
+# where a few rows are still read to learn how long rows are.
 DEFAULT_CHECKED_ROWS, MIN_CHECKED_ROWS = 1000, 20
 
 
@@ -100,7 +100,7 @@ class Data(Section):
 
     @property
     def ends_at_bad_row(self) -> bool:
-        """Return whether a row that cannot be used ends the run, with a checkpoint."""
+        """Return whether a row that cannot be used ends the run, which then saves a checkpoint."""
         return self.is_streamed and self.on_bad == "fail"
 
     @property
@@ -131,6 +131,6 @@ class Data(Section):
         return [*self.sources(), *(eval_sources if isinstance(eval_sources, tuple) else ())]
 
     def _common_fields(self) -> dict[str, Any]:
-        """Return the fields that apply to every set without its own."""
+        """Return the fields of this section that are the defaults of each set."""
         names = ("format", "image_folder", "ignore", "allow_urls", "columns", "max_samples")
         return {name: getattr(self, name) for name in names}

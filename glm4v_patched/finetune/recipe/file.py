@@ -1,7 +1,8 @@
 """Read a YAML or JSON file as values with the line of each key, and report problems by line.
 
-The parser is PyYAML with the rules below. ruamel.yaml would need such rules, too: it reads 010 as
-10 and 2024-01-01 as a date, drops tags silently, and ends at the first duplicate key.
+The parser is PyYAML with the rules of :class:`_Yaml12Loader`. ruamel.yaml would need such rules,
+too: it reads 010 as 10 and 2024-01-01 as a date, drops tags silently, and stops at the first
+duplicate key.
 """
 
 import json
@@ -21,6 +22,7 @@ from .yaml_hints import explain_syntax_error, find_mistake
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MAX_RECIPE_BYTES = 2**16
 MAX_PROBLEMS = 20
+# Characters that YAML refuses or takes for line ends.
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 
@@ -28,8 +30,8 @@ class RecipeProblem(NamedTuple):
     """A problem with a recipe.
 
     Args:
-        name: Dotted name of the field, or the option (``--device``), that is to blame; empty if
-            neither is.
+        name: Dotted name of the field, or the option (such as ``--device``), that is to blame;
+            empty if there is none.
         text: The message, without file and line.
     """
 
@@ -39,11 +41,11 @@ class RecipeProblem(NamedTuple):
 
 @contextmanager
 def collect_problems(problems: list[RecipeProblem], name: str, prefix: str = "") -> Iterator[None]:
-    """Append an error of the block to ``problems``, and go on after the block.
+    """Append an error of the block (``ValueError``, ``RuntimeError``) to ``problems``, and go on.
 
     Args:
         name: Dotted name of the field that is checked.
-        prefix: Put before the message.
+        prefix: Text before the error's message.
     """
     try:
         yield
@@ -56,7 +58,8 @@ class RecipeError(ValueError):
 
     Attributes:
         names: Dotted names of the fields that are to blame.
-        recipe_and_placement: What was resolved in spite of the problems, else None.
+        recipe_and_placement: The recipe and the placement of its processes, or None for what could
+            not be resolved.
     """
 
     recipe_and_placement: tuple[Any, Any] = None, None
@@ -68,7 +71,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a recipe's file, with those of the command line laid over them.
+    """The values of a recipe's file, in which values of the command line replace some.
 
     Args:
         lines: Line of each key by its dotted name.
@@ -87,7 +90,8 @@ class Document:
         return RecipeError(lines, [problem.name for problem in problems])
 
     def _location(self, name: str) -> str:
-        """Return ``FILE:LINE: `` of a dotted name or of its section, or ``command line: ``."""
+        """Return ``FILE:LINE: `` of a dotted name, or of its section if the file lacks the name; or
+        ``command line: ``."""
         names = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
         line = next((self.lines[outer] for outer in names if outer in self.lines), None)
         is_option = name.startswith("--")
@@ -97,7 +101,7 @@ class Document:
         return f"{printable(str(self.path))}:{'' if line is None else f'{line}:'} "
 
     def override(self, assignments: Sequence[str]) -> "Document":
-        """Return the document with assignments such as ``engine.compile=true`` laid over it.
+        """Return the document in which assignments such as ``engine.compile=true`` replace values.
 
         Raises:
             RecipeError: An assignment lacks its ``=``, its value is no YAML, or a name is assigned
@@ -118,7 +122,7 @@ class Document:
                 raise RecipeError([f"{location} is given twice"])
             values[name], _ = _read_yaml(value, f"{location}:")
         if not isinstance(self.values, dict):
-            return self  # check_values reports it
+            return self  # check_values reports this problem
         nested = set_nested(self.values, values)
         return replace(self, values=nested, overridden=frozenset(values))
 
@@ -144,7 +148,7 @@ def read_document(path: Path) -> Document:
 def as_yaml(text: str) -> str:
     """Convert JSON to YAML: escape the characters that YAML refuses or takes for line ends.
 
-    Tabs become spaces: JSON has them between values only, never inside a string.
+    Tabs become spaces; in JSON they are only between values, never inside of a string.
     """
     return NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " "))
 
@@ -186,13 +190,13 @@ def short_name(name: str) -> str:
 
 
 def _fit_line(text: str) -> str:
-    """Return printable text of at most 200 characters, enough for most paths."""
+    """Return text as one printable line of at most 200 characters, enough for most paths."""
     line = printable(text[:201])
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def _read_text(path: Path, name: str) -> str:
-    """Return the text of a file, or raise ``RecipeError`` if it is too large or no UTF-8."""
+    """Return the text of a file; raise ``RecipeError`` if it is too large or not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
@@ -218,7 +222,7 @@ def _read_yaml(text: str, location: str) -> tuple[Any, dict[str, int]]:
     """Return values, and the line of each key by its dotted name.
 
     Args:
-        location: Begins each message, such as ``FILE:``.
+        location: Beginning of each message, such as ``FILE:``.
     """
     lines: dict[str, int] = {}
     try:
@@ -244,8 +248,8 @@ def _read_yaml(text: str, location: str) -> tuple[Any, dict[str, int]]:
 class _Yaml12Loader(yaml.SafeLoader):
     """Safe YAML without aliases and tags, with the scalars of YAML 1.2.
 
-    In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90, ``2024-01-01`` is a date, and
-    ``no``, a value of strategies, is false.
+    YAML 1.1, which PyYAML reads by default, takes ``1e-4`` for text, ``010`` for 8, ``1:30`` for
+    90, ``2024-01-01`` for a date, and ``no``, a valid strategy, for false.
     """
 
     yaml_implicit_resolvers = {
@@ -291,7 +295,7 @@ _Yaml12Loader.add_implicit_resolver(
 
 def _marked(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
     """Return an error at the start of an event or a node."""
-    mark: Any = source.start_mark  # of yaml or of its C twin, which the type stubs keep apart
+    mark: Any = source.start_mark  # the type stubs separate yaml's marks from those of its C parser
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 

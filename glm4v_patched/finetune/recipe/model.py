@@ -16,10 +16,10 @@ from .sections import Recipe
 
 
 def resolve_base(recipe: Recipe) -> ModelSource:
-    """Return the recipe's model; for a folder of adapters, their base model with the adapters.
+    """Return the recipe's model; if it is a folder of adapters, their base model with the adapters.
 
     Raises:
-        ValueError: The recipe does not fit the adapters, or their base model is no glm-4v.
+        ValueError: The recipe does not fit the adapters, or their base model is not a glm-4v.
     """
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -44,7 +44,7 @@ def resolve_base(recipe: Recipe) -> ModelSource:
 
 
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
-    """Raise ``ValueError`` if a field of ``lora`` differs from the adapters, unless it is null."""
+    """Raise ``ValueError`` if a field of ``lora`` that is not null differs from the adapters."""
     config, lora = read_json_object(folder / ADAPTER_CONFIG), recipe.lora
     peft_names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     peft_names |= {name: name for name in ("use_rslora", "use_dora")}

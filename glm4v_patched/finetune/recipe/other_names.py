@@ -1,4 +1,4 @@
-"""Other programs' names for a recipe's fields, and fields that recipes do not have.
+"""Other programs' names for a recipe's fields, and their fields that a recipe may not have.
 
 The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``TrainingArguments``.
 """
@@ -6,7 +6,7 @@ The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``Train
 _BATCH_SIZE = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
-# From a suggestion (a key of a recipe, or a key with its value) to other programs' names for it.
+# For each key of a recipe, alone or with its value: other programs' names for it.
 _FIELDS_HERE = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
@@ -54,7 +54,7 @@ _FIELDS_HERE = {
     "trainer.report_to: wandb": "use_wandb",
     "trainer.report_to: swanlab": "use_swanlab",
 }
-# From the reason of a refusal to the refused names, which are also prefixes of refused names.
+# For each reason of a refusal: the refused names. Names that begin with one are refused, too.
 _REFUSED = {
     "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
     "processes and their group are the launcher's: --processes": "ddp local_rank "
@@ -119,15 +119,15 @@ OTHER_VALUES = {
         "all": "all-linear",
     },
 }
-"""For each field: the value to write here, by other programs' values and other models' layers."""
+"""For each field: the value to write, by another program's value or another model's layer."""
 
 
 def trainer_field_refusal(name: str) -> str | None:
     """Return why a field may not be in ``trainer``, or None if it may.
 
-    The installed release need not have a field of that name.
+    The installed release of transformers need not have a field of that name.
     """
-    if name == "ddp_timeout":  # passed on, unlike the other fields that begin with "ddp"
+    if name == "ddp_timeout":  # accepted, unlike the other fields that begin with "ddp"
         return None
     if name in FIELDS_HERE:
         return f"trainer.{name} is set by the recipe; expected {FIELDS_HERE[name]}"
@@ -141,7 +141,7 @@ def _refusal_reason(name: str) -> str | None:
 
 
 def field_suggestion(name: str) -> str | None:
-    """Return what to write in place of another program's key, or None for unknown keys."""
+    """Return what to write in place of another program's key; None for an unknown key."""
     if name in FIELDS_HERE:
         return f"did you mean {FIELDS_HERE[name]}?"
     reason = _refusal_reason(name)

@@ -1,6 +1,6 @@
 """Conflicts between the fields of a recipe. Imports no torch.
 
-The rules get the valid values by dotted names. Each rule is independent of the others.
+Each rule gets the valid values by dotted names, and does not depend on other rules.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import METRIC_SCHEDULES
 
-# Modules of loggers, where module and logger have different names.
+# The module of each logger whose module has another name.
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
@@ -29,7 +29,7 @@ def conflicts(known: Mapping[str, Any]) -> list[RecipeProblem]:
     """Return the problems of valid values that contradict each other.
 
     Args:
-        known: Values by dotted names; fields may be missing.
+        known: Values by dotted names. Fields with invalid values are missing.
     """
     rules = (
         _engine_conflicts,
@@ -43,7 +43,7 @@ def conflicts(known: Mapping[str, Any]) -> list[RecipeProblem]:
 
 
 def _is_null(known: Mapping[str, Any], *names: str) -> bool:
-    """Return whether all fields are known to be null."""
+    """Return whether the values of all these fields are known and null."""
     return all(name in known and known[name] is None for name in names)
 
 
@@ -109,7 +109,7 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
 def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     trained, targets = known.get("trained"), known.get("lora.targets")
     revision, model = known.get("revision"), known.get("model")
-    # With a folder of adapters, the revision is that of their base model.
+    # If model is a folder of adapters, the revision is that of their base model.
     if (
         revision is not None
         and model is not None
@@ -267,7 +267,7 @@ def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "trainer.metric_for_best_model is exact_match and data.eval_answers is 0; expected "
             "some rows to be answered, or eval_loss",
         )
-    # TrainingArguments checks this, too, but only once torch is loaded.
+    # TrainingArguments checks this, too, but only after torch is loaded.
     save_steps = get("trainer.save_steps")
     saves_at = save_strategy or ("no" if save_steps is None else "steps")
     evaluates_at = strategy or ("epoch" if steps is None else "steps")

@@ -1,8 +1,8 @@
 """The class :class:`Recipe`, and the check of a recipe's values with all problems at once.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` are those of transformers'
-``TrainingArguments``. The check takes no time, because torch is imported only for a recipe with a
-field of ``TrainingArguments`` that is not declared here.
+``TrainingArguments``. The check is fast: torch is imported only for a recipe with a field of
+``TrainingArguments`` that is not declared here.
 """
 
 import difflib
@@ -74,7 +74,7 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # The paths model and data.train may change: a resumed run compares the contents instead.
+    # A resumed run may have other paths in model and data.train: it compares their contents.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
@@ -191,7 +191,7 @@ def check_values(values: Any) -> Checked:
         if (annotation := _type_of(path)) is None:
             problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
         elif value is not None or path in DECLARED:
-            # A null of another field is left out: TrainingArguments has its own default.
+            # A null for an undeclared field is left out: TrainingArguments has its own default.
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
@@ -204,7 +204,7 @@ def check_values(values: Any) -> Checked:
 
 
 def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and the value of each field; a section that is no mapping is one value."""
+    """Yield the path and the value of each field; a section that is not a mapping is one value."""
     for name, value in values.items():
         if name in SECTIONS and isinstance(value, Mapping):
             yield from (((name, str(field)), inner) for field, inner in value.items())
@@ -225,7 +225,7 @@ def _type_of(path: tuple[str, ...]) -> Any:
 
 @functools.cache
 def _adapter(path: tuple[str, ...]) -> TypeAdapter:
-    # Fields of the engine declare by themselves how strict they are.
+    # Each field of the sections engine and lora says itself how strict it is.
     strict = path[0] not in ("engine", "lora")
     return TypeAdapter(_type_of(path), config=ConfigDict(strict=strict))
 
@@ -281,7 +281,7 @@ def describe_fields() -> str:
         lines.append(f"{name}: {expected(annotated(field))} ({default})")
         text = " ".join((field.description or "").split())
         lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
-    # To list these, transformers would have to be imported, which takes seconds.
+    # These fields are not listed, because importing transformers takes seconds.
     lines.append("trainer: any other field of transformers' TrainingArguments, too; see there")
     return "\n".join(lines)
 
@@ -296,7 +296,7 @@ def _describe_invalid(name: str, value: Any, annotation: Any, error: ValidationE
 
 
 def _suggest(name: str, value: Any, annotation: Any) -> str:
-    """Return "; did you mean ...?" for words that are no choice of a field, else nothing."""
+    """Return "; did you mean ...?" for words that are not choices of a field, else ""."""
     if isinstance(value, dict) and any(":" in str(key) for key in value):
         return "; a space is missing after a colon"
     texts = value if isinstance(value, list | dict) else [value]
@@ -322,8 +322,8 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     """Return the message for a key that is no field.
 
     Args:
-        num_before: Number of earlier problems. After too many, similar names are no longer
-            searched, which takes a millisecond for each key.
+        num_before: Number of earlier problems. From :data:`MAX_PROBLEMS` on, similar names are not
+            searched, because a search takes a millisecond.
     """
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"

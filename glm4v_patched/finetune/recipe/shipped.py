@@ -1,4 +1,4 @@
-"""The recipes that ship, by name. Imports no torch."""
+"""The recipes that ship with this package, by name. Imports no torch."""
 
 import difflib
 import itertools
@@ -7,11 +7,11 @@ from pathlib import Path
 from .file import RecipeError, short_json
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"
+REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"  # to be edited by users
 
 
 def shipped_names() -> list[str]:
-    """Return the names, such as ``lora_1x80gb``: what is trained, and on which GPUs."""
+    """Return the names of the recipes, such as ``lora_1x80gb``: LoRA on one GPU of 80 GB."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -44,7 +44,7 @@ def shipped_text(name: str) -> str:
 def find_recipe(path: Path) -> Path:
     """Return the file of a recipe: ``path`` itself, or the shipped recipe of that name.
 
-    A bare name (no folder, no suffix) is a shipped recipe unless there is a file of that name.
+    A bare name (no folder, no suffix) means a shipped recipe unless there is a file of that name.
 
     Raises:
         RecipeError: The path is a folder, or no shipped recipe has that name.

@@ -1,9 +1,9 @@
 """Section ``trainer`` of a recipe: fields of transformers' ``TrainingArguments``, type-checked.
 
-The fields that most recipes need are declared here, with our defaults. Fields that are set
-elsewhere in a recipe are refused by name (:mod:`other_names`). All other fields of the installed
-``TrainingArguments`` are accepted with the types of its dataclass. transformers and torch, which
-take seconds to import, are imported only for a recipe with such a field.
+The fields that most recipes need are declared here, with our defaults. Fields that have
+another place in a recipe are refused (:mod:`other_names`). All other fields of the installed
+``TrainingArguments`` are accepted with the types of its dataclass. Only for a recipe with such a
+field are transformers and torch imported, which takes seconds.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ class TrainerFields(Section):
 
     @property
     def effective_eval_strategy(self) -> str:
-        """Return ``eval_strategy``, or its default given ``eval_steps`` and data to evaluate on."""
+        """Return ``eval_strategy``, or its default for a run with ``data.eval``."""
         return self.eval_strategy or ("epoch" if self.eval_steps is None else "steps")
 
     @property
@@ -153,13 +153,13 @@ class TrainerFields(Section):
 
     @property
     def highest_rate(self) -> float:
-        """Return the learning rate, or the highest of those of the parts."""
+        """Return the learning rate, or the highest rate if parts of the model have their own."""
         rates = self.learning_rate
         return max(rates.values()) if isinstance(rates, dict) else rates
 
     @property
     def length(self) -> dict[str, float]:
-        """Return ``max_steps`` by its name, or ``num_train_epochs`` if that is null."""
+        """Return ``max_steps`` by its name, or ``num_train_epochs`` if ``max_steps`` is null."""
         if self.max_steps is not None:
             return {"max_steps": self.max_steps}
         return {"num_train_epochs": self.num_train_epochs}
@@ -189,13 +189,13 @@ class TrainerFields(Section):
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of a run of ``steps`` steps."""
         warmup = self.warmup_steps
-        # The product may fall a hair below an integer. A run of one step has no warm-up: its rate
-        # would be 0.
+        # Rounding may leave the product just below an integer. A run of one step has no warm-up,
+        # in which its rate would be 0.
         share = min(max(int(steps * warmup + 1e-9), 1), steps - 1)
         return int(warmup) if warmup >= 1 or warmup == 0 else share
 
     def log_every(self, steps: int, steps_an_epoch: int) -> int:
-        """Return the interval of logging in steps; by default for about 50 entries a run."""
+        """Return the steps between log entries; the default gives about 50 entries a run."""
         if self.undeclared_fields.get("logging_strategy") == "epoch":
             return steps_an_epoch
         return self.logging_steps or max(steps // 50, 1)
@@ -213,7 +213,7 @@ class TrainerFields(Section):
     def eval_delay(self, steps_an_epoch: int) -> float:
         """Return the steps before the first evaluation.
 
-        The recipe's field counts epochs if the evaluation strategy does.
+        ``eval_delay`` of the recipe counts epochs if the evaluation strategy is "epoch".
         """
         delay = self.undeclared_fields.get("eval_delay") or 0
         return delay * steps_an_epoch if self.effective_eval_strategy == "epoch" else delay
@@ -223,13 +223,14 @@ def is_longer(before: Any, now: dict[str, float]) -> bool:
     """Return whether a run of length ``now`` is longer than one of length ``before``.
 
     Args:
-        before, now: :attr:`TrainerFields.length`. The result is False for epochs and steps.
+        before, now: Values of :attr:`TrainerFields.length`. If one is in epochs and the other in
+            steps, the result is False.
     """
     same_unit = isinstance(before, dict) and before.keys() == now.keys()
     return same_unit and all(now[name] > before[name] for name in now)
 
 
-# Undeclared fields that may differ when a run is resumed: they concern logging and data loading.
+# Undeclared fields that may differ when a run is resumed, such as those of logging and loading.
 UNDECLARED_MAY_CHANGE = {
     "logging_strategy",
     "logging_first_step",
@@ -255,7 +256,7 @@ UNDECLARED_MAY_CHANGE = {
     "dataloader_multiprocessing_context",
 }
 
-# torch checks the same limits, but only after the model is loaded.
+# Types with limits, by field. torch checks the limits, too, but only after the model is loaded.
 STRICTER_TYPES: dict[str, Any] = {
     "adam_beta1": BelowOne,
     "adam_beta2": BelowOne,
@@ -298,10 +299,10 @@ def installed_fields() -> dict[str, Any]:
 
 
 def _stricter(annotation: Any) -> Any:
-    """Return a type of ``TrainingArguments`` as pydantic should check it.
+    """Return the type by which pydantic should check a field of ``TrainingArguments``.
 
-    Enums become their values, and numbers may not be negative, because no field uses negative ones.
-    The contents of lists and dicts are left to transformers.
+    Enums become their values. Numbers may not be negative, because no field uses negative numbers.
+    transformers checks the contents of lists and dicts.
     """
     if get_origin(annotation) in (Union, UnionType):
         members = get_args(annotation)

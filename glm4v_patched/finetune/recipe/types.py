@@ -28,11 +28,11 @@ class Expected:
 
 
 MAY_CHANGE = "may change"
-"""Annotation of a field that may differ when a run is resumed: it says where files are, what is
-logged, or how the same result is computed."""
+"""Annotation of a field that may differ when a run is resumed, because the field says where files
+are, what is logged, or how the same result is computed."""
 
 
-# Larger numbers overflow in the libraries that take them, with errors that name no field.
+# Larger numbers would overflow in other libraries, whose errors would not name the field.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 1e30
 AtLeastZero = Annotated[int, Field(ge=0, le=MAX_INT)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MAX_INT)]

@@ -5,6 +5,7 @@ import unicodedata
 
 import yaml
 
+# A line with a key, even if its colon is missing, full-width or a =.
 ENTRY = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>\s*[:：=]|(?=\s|$))(?P<rest>.*)")
 UNCLOSED = {
     "while scanning a quoted scalar": "a quote is not closed",
@@ -16,7 +17,7 @@ UNCLOSED = {
 def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
     """Return the line of the mistake, from 1, and what is wrong there.
 
-    If no known mistake is found, both are from the parser's own message.
+    If no known mistake is found, line and text are those of the parser's message.
     """
     mark = error.problem_mark or error.context_mark
     assert mark is not None
@@ -27,7 +28,7 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
     lines = text.split("\n")
     candidates = [number, *_content_before(lines, number)]
     start = error.context_mark.line + 1 if error.context_mark else number
-    if "simple key" in context:  # the parser has expected a colon since that line
+    if "simple key" in context:  # the parser has looked for a colon since that line
         candidates.insert(0, start)
     for candidate in candidates:
         if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
@@ -38,7 +39,7 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
 
 
 def find_mistake(line: str) -> str | None:
-    """Return what is wrong with one line by itself, with what to write instead."""
+    """Return what is wrong with a single line and what to write instead, or None."""
     text = line.strip()
     if "\t" in line:
         return "there is a tab; expected spaces, such as two before each field of a section"
@@ -66,13 +67,13 @@ def find_mistake(line: str) -> str | None:
 
 
 def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return, in a list, the number of the last line with content before line ``number``."""
+    """Return, as a list of at most one, the last line before ``number`` that has content."""
     before = range(min(number - 1, len(lines)), 0, -1)
     return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
 
 
 def _bad_indentation(lines: list[str], number: int) -> str | None:
-    """Describe how a line and the one before it are indented, if they differ."""
+    """Describe the indentation of a line and of the line before it, if they differ."""
     before = _content_before(lines, number)
     if number > len(lines) or not before:
         return None
