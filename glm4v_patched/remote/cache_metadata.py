@@ -43,7 +43,7 @@ METADATA_ATTRIBUTE = "glm4v_metadata"
 
 
 def cached_length(cache: Cache | None) -> int:
-    """Return how many positions a cache holds. For a static cache, the host waits for the device."""
+    """Return how many positions a cache holds. For a static cache this waits for the device."""
     length: Any = 0 if cache is None else cache.get_seq_length()
     # A static cache returns a tensor; in transformers 5 it is the cache's counter, so copy it.
     return int(length) if isinstance(length, Tensor) else length
@@ -231,7 +231,7 @@ class ExpandedPrompt:
     def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
         """Return how many generated tokens are not in the cache yet.
 
-        Return 0 if a decode step is not possible, because other tokens are missing in the cache.
+        Return 0 if ``forward`` cannot continue from the cache with these tokens alone.
         """
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):

@@ -56,13 +56,13 @@ class ExpandedBatch(NamedTuple):
 
 
 class _ImageSpans(NamedTuple):
-    """Masks ``(B, L)`` of images: a begin id whose next begin or end id is an end begins an image."""
+    """Masks ``(B, L)`` of images. A begin id begins one if the next begin or end id is an end."""
 
     begin_ids: Tensor  # all begin ids of the prompt, also those without an end
     end_ids: Tensor  # all end ids of the prompt, also those without a begin
     is_begin: Tensor  # begin ids that have an end
     is_inside: Tensor  # ids between begin and end
-    is_end: Tensor  # end ids that have a begin and at least one id after it
+    is_end: Tensor  # end ids of images with at least one inner id
     is_placeholder: Tensor  # the only id between begin and end
     inner_length: Tensor  # int64, read at begin ids: the number of ids before the next marker
 
@@ -399,7 +399,7 @@ def _restart_stats(counted: Tensor, current_mask: Tensor) -> dict[str, Tensor]:
 
 
 def running_max(values: Tensor) -> Tensor:
-    """Return the running maximum of ``(B, L)`` values, which must increase apart from zeros."""
+    """Return the running maximum of ``(B, L)`` values, which must not decrease except to 0."""
     if not torch.compiler.is_exporting():
         return values.cummax(dim=1).values
     # ONNX has no cummax.
