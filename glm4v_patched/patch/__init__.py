@@ -1,1 +1,1 @@
-"""Patches that make other people's code use this model: Auto classes, peft, child processes."""
+"""Patches of transformers and peft, with which other people's code uses this model."""

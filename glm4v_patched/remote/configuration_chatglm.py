@@ -676,7 +676,7 @@ class ChatGLMConfig(PretrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict:
-        """Return the settings to save: those of glm-4v, except defaults that are not published."""
+        """Return the settings to save: those of glm-4v, without a few that have their defaults."""
         values = {
             k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS
         }

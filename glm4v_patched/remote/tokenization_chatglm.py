@@ -510,7 +510,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return rendered
 
     def _collect_images(self, conversations: list[list[dict]], sequences: list[list[int]]) -> list:
-        """Return the images of all messages in the order of their begin ids, without reading them."""
+        """Return the images of all messages, not read yet, in the order of their begin ids."""
         per_conversation = [find_images(messages, may_miss=True) for messages in conversations]
         flat = [image for images in per_conversation for image in images]
         if all(image is None for image in flat):
