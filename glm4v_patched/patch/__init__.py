@@ -1,1 +1,1 @@
-"""Patches of transformers and peft, with which other people's code uses this model."""
+"""Patches that make transformers and peft use this model, also in child processes."""

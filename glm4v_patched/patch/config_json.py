@@ -21,8 +21,8 @@ MAX_JSON_DEPTH = 64
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
     """Return why a config is not a glm-4v's, or ``None`` if it is one or a cogagent-9b's.
 
-    The model type "chatglm" does not tell, because chatglm2, chatglm3 and the text models of GLM-4
-    have it, too.
+    The model type "chatglm" is not enough to tell, because chatglm2, chatglm3 and the text models
+    of GLM-4 have it, too.
     """
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"

@@ -27,7 +27,7 @@ class AttributePatch:
 
 
 class PatchSet:
-    """A set of attribute patches, which is not reverted if other code patched an attribute since."""
+    """A set of attribute patches. It is not reverted if other code patched an attribute since."""
 
     def __init__(self, patches: Sequence[AttributePatch]):
         self._patches = tuple(patches)

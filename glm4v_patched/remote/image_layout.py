@@ -68,7 +68,7 @@ class _ImageSpans(NamedTuple):
 
 
 class _BatchAnalysis(NamedTuple):
-    """What a batch's expansion needs to know about it."""
+    """Statistics, masks and position ids of a batch, from which its expansion is computed."""
 
     stats: dict[str, int]  # statistics on the host, by name; see _analyze_batch
     may_expand: bool  # whether the expanded length may differ from L
