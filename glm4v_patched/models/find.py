@@ -89,6 +89,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
 
 
 def _find_base(name: str, revision: str | None) -> ModelSource:
+    """Return a model, or adapters with the model that they were trained on."""
     downloaded = adapters_of_hub(name, revision)
     folder = downloaded or Path(name)
     if not (folder / ADAPTER_CONFIG).is_file():

@@ -93,6 +93,7 @@ class LimitedProcess:
         return reply["value"]
 
     def _request(self, body: bytes, limits: ProcessLimits) -> dict:
+        """Send a request to the limited process, which is started if needed; return the reply."""
         if (process := self._process) is None:
             command, pipe = (
                 python_module_command("glm4v_patched.models.limited_process"),

@@ -139,6 +139,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _inputs_from_embeds(
         self, batch: UnexpandedBatch, inputs_embeds, images_by_name: dict, cache, is_first
     ) -> dict[str, Any]:
+        """Return the inputs of a pass over embeddings, or over the id that was generated last."""
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
@@ -165,6 +166,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _inputs_from_ids(
         self, batch: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
     ) -> dict[str, Any]:
+        """Return the inputs of a prefill: the expanded ids after the cache, and their images."""
         past_length = cached_length(cache)
         if expanded_prompt is not None and expanded_prompt.input_ids is batch.input_ids:
             expanded = expanded_prompt.batch
@@ -196,6 +198,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length: int,
         prompt_length: int | None,
     ) -> ExpandedBatch:
+        """Expand whole sequences, of which ``past_length`` expanded positions are cached."""
         if batch.attention_mask is None:
             # transformers 5 drops a mask of ones. A mask is needed, because sequences may expand to
             # different lengths, and because position ids without a mask mean packed sequences.
@@ -343,6 +346,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> ExpandedPrompt:
+        """Expand the prompt of a ``generate`` call; raise ``ValueError`` if it ends in padding."""
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
         prompt_length = model_kwargs["prompt_length"]

@@ -209,6 +209,7 @@ def _expand(
 def _find_images(
     input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
 ) -> _ImageSpans:
+    """Find images by their begin and end ids, in the first ``prompt_length`` columns."""
     batch_size, length = input_ids.shape
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     is_prompt = columns < (length if prompt_length is None else prompt_length)
@@ -354,7 +355,11 @@ def _find_breaks(batch: UnexpandedBatch, spans: _ImageSpans, positions: Tensor) 
 def _image_stats(
     batch: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
 ) -> dict[str, Tensor]:
-    """Compute statistics of image ids; ``ends`` is the expanded column after each id."""
+    """Compute statistics of ids, such as the numbers of begin and end ids and of images (pairs).
+
+    Args:
+        ends: The expanded column after each id.
+    """
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
     # "inner_length" is the inner length that is furthest from 1; an expanded image counts as 1.
     lengths = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
@@ -370,6 +375,7 @@ def _image_stats(
 
 
 def _label_stats(batch: UnexpandedBatch, spans: _ImageSpans) -> dict[str, Tensor]:
+    """Compute the range of the supervised labels, and the number of labels inside images."""
     labels = batch.labels
     if labels is None:
         return {}

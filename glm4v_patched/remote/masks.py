@@ -38,7 +38,8 @@ def causal_mask(
 
 
 def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_length) -> Any:
-    # transformers 4.57 names this argument input_embeds, and needs cache_position.
+    """Make the mask by ``create_causal_mask`` of transformers."""
+    # transformers 4.57 names the embeddings input_embeds, and needs cache_position.
     embeds_keyword = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments = {
         "config": config,

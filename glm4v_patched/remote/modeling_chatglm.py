@@ -757,6 +757,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _run_tower(
         self, pixels_N3SS: Tensor, collector: VisionOutputCollector | None = None
     ) -> Tensor:
+        """Run the vision tower, without gradients if nothing needs them."""
         # CheckpointedLayer and frameworks make a layer's input require grad, with which even a
         # frozen tower would save its activations for backward. So gradients are disabled here,
         # unless the pixels or a parameter of the tower need them.
@@ -832,6 +833,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return attention_mask, resolve_cache(past_key_values, cache), images
 
     def _are_images(self, value) -> bool:
+        """Return whether an argument in the mask's place has images, by its dtype and shape."""
         if isinstance(value, (list, tuple)):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
@@ -1096,6 +1098,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     def _loss_and_logits(
         self, hidden_BRD, labels, num_items_in_batch, selection: LogitsToKeep, are_cut, skip_logits
     ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss (``None`` without labels) and the selected logits.
+
+        With labels and ``skip_logits``, the logits are ``None``.
+
+        Args:
+            are_cut: Whether the caller's labels were those of the selected positions only.
+        """
         output_layer = self.transformer.output_layer
         if labels is None:
             return None, output_layer(selection.select(hidden_BRD))
