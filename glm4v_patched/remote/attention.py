@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# A name's suffix lists the tensor's dimensions: key_BGKC is (B, G, K, C).
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
 # of packed sequences also: R sequence length, N samples of a group, M length of its longest sample,
 # X query or key-value heads.

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from .image_layout import ExpandedBatch
 
+# A name's suffix lists the tensor's dimensions: last_B1 is (B, 1).
 # Shapes: B sequences, R length of the expanded prompt, N new tokens, K keys (the capacity of a
 # static cache, or the length of any other cache). A static cache has a fixed capacity.
 

@@ -13,6 +13,7 @@ from .image_layout import running_max
 from .keywords import CACHE_KEYWORD, cache_kwarg, resolve_return_dict
 from .sharding import refuse_split_model
 
+# A name's suffix lists the tensor's dimensions: hidden_BRD is (B, R, D).
 # Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
 
 # Keywords of the decoder that a classifier refuses, because they are about single tokens.

@@ -45,6 +45,7 @@ from .masks import decode_mask
 STATIC_CACHE_MULTIPLE = 64
 DEVICES_WITHOUT_COMPILATION = ("cpu",)  # generate compiles there only if the caller asks for it
 
+# A name's suffix lists the tensor's dimensions: new_ids_BN is (B, N).
 # Shapes: B sequences, L length of input_ids, R expanded length, N new tokens, K keys of the cache.
 
 

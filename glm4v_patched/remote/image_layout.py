@@ -224,8 +224,8 @@ def _find_images(
     markers[:, 0] = -1
     markers.scatter_(1, count.masked_fill(~is_marker, length + 1), columns)
     last, following = markers.gather(1, count), markers.gather(1, count + 1)
-    # If no marker precedes a column, ``last`` is clamped to column 0, and if none follows,
-    # ``following`` to the last column: there is no marker there, or the column itself is it.
+    # Where no marker precedes, ``last`` is clamped to column 0; where none follows, ``following``
+    # is clamped to the last column. The clamped column has no marker, or is the column itself.
     follows_begin = begin_ids.gather(1, last.clamp(min=0))
     precedes_end = end_ids.gather(1, following.clamp(max=length - 1))
 
@@ -416,5 +416,5 @@ def running_max(values: Tensor) -> Tensor:
 
 
 def _shift_right(values: Tensor, fill: int = False) -> Tensor:
-    # Pad before slicing: a graph with ``values[:, :-1]`` in it would not run on 2 ids.
+    # Pad before slicing: a graph with ``values[:, :-1]`` in it does not run on sequences of 2 ids.
     return torch.nn.functional.pad(values, (1, 0), value=fill)[:, :-1]

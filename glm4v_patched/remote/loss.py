@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# A name's suffix lists the tensor's dimensions: hidden_BLD is (B, L, D).
 # Shapes: B sequences, L length of input_ids, K positions that logits_to_keep selects, R expanded
 # length, D hidden size, V vocabulary, S supervised tokens of the whole batch.
 
@@ -65,7 +66,7 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
     Returns:
         ``((sequence, position), labels)``, each ``(S,)`` int64.
     """
-    # The shifted labels keep length L: a graph with ``labels_BL[:, 1:]`` would not run on 2 ids.
+    # Pad before slicing: a graph with ``labels_BL[:, 1:]`` does not run on sequences of 2 ids.
     next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
     sequence, position = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
     return (sequence, position), next_labels[sequence, position]

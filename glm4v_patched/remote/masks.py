@@ -12,6 +12,7 @@ from .cache_metadata import cached_length, is_static, static_cache_len
 from .image_layout import ExpandedBatch
 from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, NEEDS_CACHE_POSITION
 
+# A name's suffix lists the tensor's dimensions: embeds_BND is (B, N, D).
 # Shapes: B sequences, R expanded length, D hidden size, N new tokens, K keys (the capacity of a
 # static cache, or the length of any other cache).
 

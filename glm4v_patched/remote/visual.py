@@ -16,6 +16,7 @@ from .attention import attend
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 
+# A name's suffix lists the tensor's dimensions: x_NTV is (N, T, V).
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
 # (class token first), V hidden size of the tower, G side of the patch grid in patches,
 # K = num_image_tokens, D hidden size of the language model.
