@@ -650,8 +650,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Run the decoder over generated tokens.
 
         This method neither checks nor expands its inputs, and never waits for the device. With a
-        static cache, ``attention_mask`` is the 4D mask from ``prepare_inputs_for_generation``, so
-        that one compiled graph serves all steps.
+        static cache, ``attention_mask`` is the complete mask from ``prepare_inputs_for_generation``
+        (:func:`decode_mask`), so that one compiled graph serves all steps.
         """
         columns = attention_kwargs.get("cache_position")
         attention_kwargs = select_attention_kwargs(attention_kwargs)
