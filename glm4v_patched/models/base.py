@@ -1,6 +1,6 @@
-"""Where a model and its adapters are, at which commit, and what they contain.
+"""The location, the commit and the content of a model and its adapters. Needs no torch.
 
-Needs no torch. Models are identified by their contents, so that folders may be moved.
+Digests of their files identify a model and its adapters, so that folders may be moved.
 """
 
 import hashlib
@@ -13,12 +13,13 @@ from ..patch.config_json import MAX_FLOAT32, find_nonfinite_number, read_json_ob
 from .weight_files import read_header
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TRAINING_REPORT = "training.json"  # written beside what a training saves
-# Files of a model's folder that affect what is computed.
+TRAINING_REPORT = "training.json"  # a training writes it beside the weights that it saves
+# Files of a model's folder that affect the model's outputs.
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja"]
-# Types of peft's settings beside null; for other types peft raises any kind of error.
+# Types of peft's settings that are valid beside null; for other types, peft raises errors of any
+# kind.
 NAME_TYPES, FLAG_TYPES, NUMBER_TYPES = (str, list), (bool,), (int, float)
 PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "r": (int,),
@@ -38,7 +39,7 @@ PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "runtime_config": (dict,),
     "qalora_group_size": (int,),
 }
-# Settings that make peft do more than add LoRA to linear layers, which is not tested here.
+# Settings with which peft does more than add LoRA to linear layers. They are not tested here.
 UNSUPPORTED_SETTINGS: tuple[str, ...] = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -53,6 +54,7 @@ UNSUPPORTED_SETTINGS: tuple[str, ...] = (
 )
 NOT_NULL_SETTINGS = {"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"}
 MAX_FULLY_HASHED_BYTES = 64 * 2**20
+# In larger files, BLOCKS blocks of BLOCK bytes are hashed.
 BLOCK, BLOCKS = 64 * 2**10, 64
 
 
@@ -72,7 +74,7 @@ class ModelSource:
 
 
 def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
-    """Return the folders that are read, for :func:`paths.require_apart`."""
+    """Return the folders that are read, each after its name for :func:`paths.require_apart`."""
     folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
     if base.adapters is not None:
         folders.append(("the adapters' folder", base.adapters))
@@ -80,14 +82,14 @@ def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
 
 
 def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
-    """Return the adapters in a folder with the model under them.
+    """Return the adapters in a folder, with the model that they were trained on.
 
     Args:
-        revision: The revision of that model, if it is an id of the Hub.
+        revision: The revision of that model, if it is on the Hub.
 
     Raises:
-        ValueError: There are no adapters, there is a model beside them, or their model is not a
-            glm-4v.
+        ValueError: The folder has no valid adapters, it has a model beside them, or their model is
+            not a glm-4v.
     """
     if any(folder.glob("model*.safetensors")):
         raise ValueError(
@@ -132,7 +134,7 @@ def _check_setting_types(folder: Path, config: dict) -> None:
         if types and value is not None:
             fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
         if name in UNSUPPORTED_SETTINGS:
-            # An empty loftq_config means none; other empty configs mean defaults.
+            # peft ignores an empty loftq_config; any other empty config means default settings.
             fits = not value and (name == "loftq_config" or value != {})
             expected = "null: adapters with it are not supported"
         elif isinstance(value, list) and fits and types:
@@ -188,8 +190,10 @@ def require_recorded_base(base: ModelSource) -> None:
 
 @contextmanager
 def naming_hub_errors(subject: str) -> Iterator[None]:
-    """Raise any error of the Hub's client as a ``ValueError`` that names the subject: the client
-    does not foresee what other people's files contain."""
+    """Raise any error of the Hub's client as a ``ValueError`` that begins with ``subject``.
+
+    The client raises errors of any kind for files of other people that it does not expect.
+    """
     try:
         yield
     except Exception as error:
@@ -197,11 +201,12 @@ def naming_hub_errors(subject: str) -> Iterator[None]:
 
 
 def pin_revision(base: ModelSource) -> ModelSource:
-    """Return the source with the commit of its Hub id, so that all processes and later runs load
-    the same.
+    """Return the source with the current commit of its model on the Hub.
+
+    So all processes and later runs load the same files. A local folder is returned unchanged.
 
     Raises:
-        ValueError: There is no such model, or the Hub does not respond.
+        ValueError: There is no such model, it contains adapters, or the Hub does not respond.
     """
     if Path(base.model).is_dir():
         return base
@@ -211,7 +216,8 @@ def pin_revision(base: ModelSource) -> ModelSource:
     with naming_hub_errors(f"{base.model} is not a local folder, and"):
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
         commit, has_adapters = config.parent.name, False
-        with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # offline, and not in the cache
+        # There is no such file, or the machine is offline and the file is not in the cache.
+        with suppress(EntryNotFoundError, LocalEntryNotFoundError):
             hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
             has_adapters = True  # transformers would silently load them
     if has_adapters:
@@ -225,8 +231,10 @@ def pin_revision(base: ModelSource) -> ModelSource:
 
 
 def identify(base: ModelSource) -> dict[str, str]:
-    """Return digests of the files of a model and its adapters; for a model on the Hub, its
-    commit."""
+    """Return digests of the files of a model and its adapters, by name.
+
+    For a model on the Hub, return its commit in place of digests.
+    """
     digests = {}
     folder = Path(base.model)
     if folder.is_dir():
@@ -241,8 +249,11 @@ def identify(base: ModelSource) -> dict[str, str]:
 
 
 def digest_file(path: Path) -> str:
-    """Return the sha256 of a file. Above 64 MiB, only its size and 64 evenly spaced blocks of 64
-    KiB are hashed, so that a changed byte between them is not noticed."""
+    """Return the sha256 of a file.
+
+    Of a file above 64 MiB, only the size and 64 evenly spaced blocks of 64 KiB are hashed. The
+    digest does not change with a byte between the blocks.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= MAX_FULLY_HASHED_BYTES:

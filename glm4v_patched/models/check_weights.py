@@ -1,7 +1,7 @@
 """Check the weights of a model's folder or Hub repository: their files, names and shapes.
 
-Reading files needs no torch; :func:`require_complete_model` does, because the model itself defines
-which weights it has.
+Reading files needs no torch. :func:`require_complete_model` needs torch, because it builds the
+model (without memory for its weights) to learn their names and shapes.
 """
 
 import json
@@ -27,18 +27,18 @@ from .weight_files import (
     tensors_of,
 )
 
-COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; a buffer that is not loaded
+COMPUTED = "rotary_pos_emb.inv_freq"  # a buffer in published weights, which the model computes
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 NO_WEIGHTS_PROBLEM = (
     f"a folder without weights; expected {SINGLE_FILE}, or {WEIGHTS_INDEX} and its shards. "
     "Pickled weights (*.bin) are not read: save the model again with save_pretrained of "
     "transformers"
 )
-DECODER_PREFIX = "transformer."
+DECODER_PREFIX = "transformer."  # begins the names of all weights of GLM4VForCausalLM
 
 
 def find_model_folder_problem(folder: Path) -> str | None:
-    """Return why a model or adapters cannot be loaded from a folder, or None."""
+    """Return why a model or adapters cannot be loaded from a folder; None if they can be."""
     try:
         _require_model_folder(folder)
     except (OSError, ValueError) as error:
@@ -47,7 +47,8 @@ def find_model_folder_problem(folder: Path) -> str | None:
 
 
 def _require_model_folder(folder: Path) -> None:
-    # Reading a pipe would block. os.path treats entries that may not be looked at as missing.
+    # Reading a pipe would block, so pipes are refused. Entries that this user may not look at count
+    # as missing (os.path.exists).
     for path in filter(os.path.exists, [folder / name for name in os.listdir(folder)]):
         if not (os.path.isfile(path) or os.path.isdir(path)):
             raise ValueError(
@@ -71,10 +72,11 @@ def require_complete_model(
     ``from_pretrained`` only warns about missing weights, and initializes them randomly.
 
     Args:
-        model: A folder, or an id of the Hub, from which only the headers of the files are read.
-        revision: The commit of an id of the Hub.
-        from_scratch: Prefixes of names of weights that are missing on purpose, and are trained.
-        trained: As in a recipe.
+        model: A folder or an id of the Hub. Of files on the Hub, only the headers are read.
+        revision: The commit, if ``model`` is an id of the Hub.
+        from_scratch: Prefixes of names of weights that are missing on purpose, and that the
+            training trains from random values.
+        trained: The recipe's ``trained``: the parts of the model that are trained.
 
     Returns:
         The number of weights that are present.
@@ -82,7 +84,7 @@ def require_complete_model(
     Raises:
         ValueError: Weights are missing, unexpected, or of another shape.
     """
-    # Imported here: mistakes that need no torch are reported without it.
+    # This import needs torch. It is here so that other mistakes are reported before it.
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     require_readable(model, revision)
@@ -99,15 +101,16 @@ def require_complete_weights(
     from_scratch: Sequence[str] = (),
     trained: str = "full",
 ) -> int:
-    """Check weights like :func:`require_complete_model`, for a config and the tensors in
-    ``present``.
+    """Check weights like :func:`require_complete_model`, for a config and tensors.
 
-    Where a tensor is ``None``, only its name is compared.
+    Args:
+        config: A ``ChatGLMConfig``.
+        present: The tensors by name. If a tensor is ``None``, only its name is compared.
     """
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
     layers = max(config.num_layers, config.vision.num_hidden_layers)
-    if layers > len(present) and not from_scratch:  # do not construct so many layers
+    if layers > len(present) and not from_scratch:  # building so many layers would take long
         raise ValueError(
             f"{model}: its config.json has {layers:,} layers, and there are {len(present):,} "
             "weights; expected the config.json that was saved with the weights, and all weight "
@@ -156,8 +159,8 @@ def require_readable(model: str, revision: str | None = None) -> None:
     """Check that transformers accepts the settings of a model, before any weight is loaded.
 
     Raises:
-        ValueError: It does not; the message names the file, and the key if possible. Errors of
-            transformers are of any kind, and few name the file.
+        ValueError: transformers raises an error, which may be of any kind and rarely names the
+            file. The message names the file, and the key if possible.
     """
     from transformers.utils import cached_file
 
@@ -169,7 +172,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
             values = read_json_object(Path(file))
             try:
                 read(values)
-            except Exception as error:  # unforeseen values raise any kind
+            except Exception as error:  # transformers raises any kind
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 problem = f"cannot be read ({kind}{error})"
                 if key := next((key for key in values if _reads_without(key, values, read)), None):
@@ -209,7 +212,7 @@ def _read_generation_config(values: dict) -> None:
 
 
 def quantized_by(model: str, revision: str | None = None) -> str | None:
-    """Return the method by which a model was saved quantized, as its config names it, or None."""
+    """Return the config's name of the method by which a model was saved quantized, or None."""
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
@@ -222,8 +225,8 @@ def _compare_weights(
     present: Mapping[str, TensorInfo | None],
     quantized: bool,
 ) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of missing weights, of unexpected ones, and of those with another shape."""
-    # transformers adds the prefix that the decoder's own class leaves out, if no name has it.
+    """Return the names of weights that are missing, unexpected, and of another shape."""
+    # A decoder that was saved alone has names without the prefix, which transformers then adds.
     if not expected.keys() & present and any(DECODER_PREFIX + name in expected for name in present):
         present = {DECODER_PREFIX + name: info for name, info in present.items()}
     present = {name: info for name, info in present.items() if not name.endswith(COMPUTED)}
@@ -253,14 +256,14 @@ def _compare_weights(
 
 
 def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
-    """Return the tensors of a folder, or of a Hub repository, from which only headers are read."""
+    """Return the tensors of a folder or a Hub repository, by reading only the files' headers."""
     folder = Path(model)
     if folder.is_dir():
         return tensors_of(folder)
     from huggingface_hub import HfApi, snapshot_download
 
-    with suppress(OSError, ValueError):  # not in the cache
-        # If all files are in the cache, the Hub is not needed.
+    with suppress(OSError, ValueError):  # raised if files are not in the cache
+        # If all files are in the cache, no request is sent to the Hub.
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
             return tensors_of(cached)
@@ -275,7 +278,12 @@ def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
 
 
 def tensors_of_hub_file(file: Any, location: str) -> dict[str, TensorInfo]:
-    """Return the tensors of a file on the Hub, from its ``SafetensorsFileMetadata``."""
+    """Return the tensors of a file on the Hub.
+
+    Args:
+        file: The file's ``SafetensorsFileMetadata``.
+        location: The file, for messages.
+    """
     header = {
         name: {"dtype": info.dtype, "shape": info.shape, "data_offsets": [*info.data_offsets]}
         for name, info in file.tensors.items()

@@ -1,4 +1,4 @@
-"""Find the model to load. Needs no torch, so that mistakes are reported at once."""
+"""Find the model to load. Importing this needs no torch, so that mistakes are reported at once."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from .base import (
 )
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
-# Files of adapters on the Hub that are downloaded; none contains code.
+# The files of adapters that are downloaded from the Hub. None of them contains code.
 ADAPTER_FILES = [
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -28,7 +28,7 @@ ADAPTER_FILES += ["tokenizer.model", "chat_template.jinja"]
 
 
 def find_model_problem(model: str) -> str | None:
-    """Return why neither a model nor adapters can be loaded from a folder or Hub id, or None."""
+    """Return why a folder or Hub id cannot be that of a model or adapters, or None if it can."""
     if os.path.isdir(model):
         return find_model_folder_problem(Path(model))
     expected = "expected a folder, or an id of the Hub such as zai-org/glm-4v-9b"
@@ -40,15 +40,16 @@ def find_model_problem(model: str) -> str | None:
         validate_repo_id(model)
     except HFValidationError:
         return f"there is no such folder; {expected}"
-    # Older releases of huggingface_hub accept non-ASCII letters, which the Hub does not.
+    # Older releases of huggingface_hub accept non-ASCII letters, but the Hub does not.
     is_id = "/" in model and model.isascii()
     return None if is_id else f"there is no such folder; {expected}"
 
 
 def find_source(name: str, revision: str | None = None, weights: str | None = None) -> ModelSource:
-    """Return the model in a folder or of a Hub id, with its adapters if there are any.
+    """Return the model of a folder or Hub id, with its adapters if there are any.
 
     Args:
+        name: A folder or Hub id, of a model or of adapters.
         revision: The revision of a Hub id; for a folder of adapters, the revision of their model on
             the Hub.
         weights: How the weights will be quantized: one of :data:`quantized_weights.WEIGHT_FORMATS`;
@@ -88,6 +89,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
 
 
 def _find_base(name: str, revision: str | None) -> ModelSource:
+    """Return a model, or adapters with the model that they were trained on."""
     downloaded = adapters_of_hub(name, revision)
     folder = downloaded or Path(name)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -110,8 +112,14 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
 
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
-    """Return the folder in the Hub's cache with the adapters of a Hub id, downloaded if needed.
-    None for a folder, and if no adapters are found (:func:`pin_revision` reports other errors)."""
+    """Return the folder in the Hub's cache that has the adapters of a Hub id.
+
+    They are downloaded if needed. Return None for a local folder, and if no adapters are found:
+    :func:`pin_revision` then reports errors.
+
+    Raises:
+        ValueError: The Hub does not respond, and the cache has no config of this id.
+    """
     if os.path.lexists(name):
         return None
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
@@ -119,7 +127,7 @@ def adapters_of_hub(name: str, revision: str | None) -> Path | None:
 
     try:
         config = Path(hf_hub_download(name, ADAPTER_CONFIG, revision=revision))
-    except LocalEntryNotFoundError as error:  # no response, noticed after half a minute
+    except LocalEntryNotFoundError as error:  # the Hub has not responded for half a minute
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return None
         problem = f"{name} is not a local folder, and cannot be loaded from the Hub: {error}"

@@ -1,8 +1,8 @@
 """Run other people's chat templates and regular expressions in a process with limits.
 
-A template is a program, and a regular expression can run for ever; neither can be judged by reading
-or trying it. So each runs where the operating system limits memory and time, and ends only that
-process. The process starts with the first request, handles one request after the other, and ends
+A template is a program, and a regular expression can run for ever. Reading them does not tell how
+long they take. So a child process runs them, and the operating system limits the memory and time of
+this child. The child starts with the first request, handles one request after the other, and ends
 with the process that started it. It runs this file as a module, and imports no torch.
 """
 
@@ -23,7 +23,8 @@ from ..engine.environment import python_module_command
 from ..terminal_text import format_bytes, shorten
 
 MEMORY_STATUS = Path("/proc/self/statm")  # on Linux; elsewhere memory is not limited
-# Limits of a request without data; they grow with its size.
+# Limits of an empty request: seconds, bytes of memory, and bytes of the reply. The limits of other
+# requests grow with the size of the request (ProcessLimits.for_request).
 BASE_SECONDS, BASE_BYTES, BASE_REPLY = 20, 2**30, 2**22
 
 
@@ -32,7 +33,7 @@ class ProcessLimits(NamedTuple):
 
     Attributes:
         seconds: Wall-clock time.
-        memory: Bytes beyond what the process uses already.
+        memory: Bytes of memory in addition to what the process used when its first request began.
         reply: Bytes of the reply.
     """
 
@@ -51,7 +52,7 @@ class LimitExceeded(ValueError):
 
 
 class TaskFailed(Exception):
-    """The task raised an error of the class named by ``kind``."""
+    """The task raised an error; ``kind`` is the name of its class."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -59,7 +60,7 @@ class TaskFailed(Exception):
 
 
 class LimitedProcess:
-    """The client of the limited process; safe for threads and forked processes."""
+    """The client of the limited process. Threads and forked processes may share it."""
 
     _process: subprocess.Popen | None
     _replies: io.BufferedReader
@@ -81,7 +82,8 @@ class LimitedProcess:
         with self._lock:
             try:
                 reply = self._request(body, ProcessLimits.for_request(len(body)))
-            except BaseException:  # a partly read reply would be taken for the next one
+            # The rest of a reply that was read in part would be taken for the next reply.
+            except BaseException:
                 self._stop()
                 raise
         if reply.get("kind") == LimitExceeded.__name__:
@@ -91,6 +93,7 @@ class LimitedProcess:
         return reply["value"]
 
     def _request(self, body: bytes, limits: ProcessLimits) -> dict:
+        """Send a request to the limited process, which is started if needed; return the reply."""
         if (process := self._process) is None:
             command, pipe = (
                 python_module_command("glm4v_patched.models.limited_process"),
@@ -118,7 +121,7 @@ class LimitedProcess:
         self._process = None
 
     def _reset(self) -> None:
-        """Start afresh; in a forked process, the parent's replies are not its own."""
+        """Forget the limited process; a forked process must not read its parent's replies."""
         self._process, self._lock = None, threading.Lock()
 
 
@@ -131,7 +134,10 @@ def _as_line(value: Any) -> bytes:
 
 
 def _json_fallback(value: Any) -> Any:
-    """Show values that are not JSON, such as images, to templates as transformers does."""
+    """Return, for a value that JSON does not have, the one that templates see in its place.
+
+    A numpy scalar becomes a number, and any other object, such as an image, its type's name.
+    """
     is_number = type(value).__module__ == "numpy" and not getattr(value, "shape", True)
     return value.item() if is_number else f"<{type(value).__name__}>"
 
@@ -144,7 +150,7 @@ def render(options: dict[str, Any]) -> Any:
 
 
 def match_patterns(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
-    """Match all names with each pattern, which is a pair of a function of ``re`` and its regex."""
+    """Match all names with each pattern, a pair of a function's name in ``re`` and a regex."""
     for function, pattern in patterns:
         compiled = re.compile(pattern)
         for name in names:
@@ -170,11 +176,11 @@ def _run_task(body: bytes, limits: ProcessLimits) -> bytes:
 
 
 def main() -> None:
-    # Output that libraries print must not be read as a reply.
+    # Text that libraries print goes to stderr, so that the client does not read it as a reply.
     replies, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(0, "rb")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    # The system's default action: Python runs no handler during a long C call.
+    # The system's default action ends the process; Python runs no handler during a long C call.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     used, (_, hard) = 0, resource.getrlimit(resource.RLIMIT_AS)

@@ -1,7 +1,7 @@
-"""Limit what another person's folder may cost, before transformers and peft read it.
+"""Limit the time and memory that another person's folder may take when it is loaded.
 
-Sizes of a config are compared in :mod:`check_weights`, JSON is read by :mod:`..patch.config_json`,
-and programs (templates and regular expressions) run in :mod:`limited_process`.
+:mod:`check_weights` compares the sizes in a config, :mod:`..patch.config_json` reads JSON, and
+:mod:`limited_process` runs programs (templates and regular expressions).
 """
 
 import json
@@ -22,19 +22,21 @@ from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
 from .limited_process import LIMITED_PROCESS, LimitExceeded, TaskFailed
 from .weight_files import read_header
 
-# Files that transformers reads by itself; the config is checked with the weights.
+# JSON files that transformers reads by itself, except config.json, which is checked with the
+# weights.
 SETTINGS_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
 SETTINGS_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
 SETTINGS_FILES += ["tokenizer_config.json"]
 TEMPLATE_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
 RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
-# Keys that make transformers read other files in place of these.
+# Keys with which transformers reads other files in place of SETTINGS_FILES and RANKS_FILE.
 OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
 OTHER_FILE_KEYS |= {"tokenizer_object"}
-# Tokens beside the vocabulary, characters of one, and bytes of a line of the ranks file; time grows
-# with their squares.
+# Limits of the number of tokens beside the vocabulary, of the characters of such a token, and of
+# the bytes of a line of the ranks file. Loading or encoding takes time by the squares of these.
 MAX_ADDED_TOKENS, MAX_TOKEN_CHARACTERS, MAX_RANK_LINE_BYTES = 2**14, 256, 2**11
-# Allowed types in a tokenizer.json; others can lengthen a text without limit, or run for ever.
+# Allowed types of normalizers and pre-tokenizers in a tokenizer.json. Other types can lengthen a
+# text without limit, or run for ever.
 NORMALIZERS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 PRE_TOKENIZERS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
 
@@ -55,8 +57,8 @@ def _are_tokens_by_id(values: Any) -> bool:
 
 TOKEN_CHECK = (lambda value: value is None or _is_token(value), "a token as text or as an object")
 SIDE_CHECK = (lambda value: value in ("left", "right"), "left or right")
-# Valid settings of the tokenizer. For others, transformers raises any kind of error, sometimes only
-# when the first text is encoded.
+# Checks of the tokenizer's settings. For invalid values, transformers raises errors of any kind,
+# sometimes only when the first text is encoded.
 TOKENIZER_SETTINGS: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
     "clean_up_tokenization_spaces": "option",
@@ -77,8 +79,8 @@ TOKENIZER_SETTINGS |= dict.fromkeys(
 NAMED_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
 TOKENIZER_SETTINGS |= {f"{name}_token": TOKEN_CHECK for name in NAMED_TOKENS}
 ID_CHECK = (lambda value: type(value) is int and value >= 0, "the id of a token")
-# For each key of peft's config: the function of ``re`` by which peft matches module names, and the
-# pattern that it puts around the key's own. Lists under the first two keys contain plain names.
+# For each key of peft's config: the function of ``re`` with which peft matches module names, and
+# the pattern in which it inserts the key's value. Lists under the first two keys are plain names.
 PEFT_PATTERNS = {
     "target_modules": ("fullmatch", "{}"),
     "exclude_modules": ("fullmatch", "{}"),
@@ -87,14 +89,17 @@ PEFT_PATTERNS = {
     "alpha_pattern": ("match", r"(.*\.)?({})$"),
     "modules_to_save": ("match", r"(^|.*\.){}($|\..*)"),
 }
-# Ends of names of weights whose size depends on the rank.
+# Ends of the names of adapter weights whose size depends on the LoRA rank.
 RANK_SIZED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 
 
 @dataclass
 class LimitedTemplate:
-    """Renders chats like transformers' ``render_jinja_template``, in a limited process unless the
-    template is this package's own. A template that exceeded a limit once is not tried again."""
+    """Renderer of chats, like transformers' ``render_jinja_template``, for any template.
+
+    A template other than this package's runs in the limited process. A template that exceeded a
+    limit once is not tried again: ``error`` is then the message.
+    """
 
     location: str
     error: str | None = None
@@ -148,7 +153,7 @@ def require_settings(location: str, revision: str) -> None:
 
 @lru_cache
 def _require_setting(path: Path, mtime_ns: int) -> None:
-    """Check one file; cached by its mtime, because reading a vocabulary takes a second."""
+    """Check one file. The result is cached by ``mtime_ns``: reading a vocabulary takes a second."""
     values = read_json_object(path)
     if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
         raise ValueError(
@@ -170,8 +175,10 @@ def _require_setting(path: Path, mtime_ns: int) -> None:
 
 
 def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
-    """Raise ``ValueError`` for a part of a tokenizer whose type is not allowed, or that splits by
-    another regular expression than this model's."""
+    """Raise ``ValueError`` for a part of a tokenizer that may run for ever.
+
+    Its type has to be in ``allowed``, and it may split only by this model's regular expression.
+    """
     if not isinstance(part, dict):
         return
     split = part.get("pattern")
@@ -187,8 +194,10 @@ def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
 
 
 def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
-    """Raise ``ValueError`` for long special tokens: all of their prefixes are searched in every
-    message."""
+    """Raise ``ValueError`` for long special tokens.
+
+    The tokenizer searches every message for all prefixes of special tokens.
+    """
     longest = max((str(token) for token in tokens), key=len, default="")
     if len(longest) > MAX_TOKEN_CHARACTERS:
         raise ValueError(
@@ -198,12 +207,13 @@ def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
 
 
 def require_adapters(base: ModelSource) -> None:
-    """Check adapters before peft loads them, on a meta model that takes no memory.
+    """Check adapters before peft loads them, on a model on the meta device, without memory.
 
-    peft would make layers of whatever rank the config names.
+    peft would make layers of any rank that the config names.
 
     Raises:
-        ValueError: A pattern of the config takes too long, or the weights do not match the config.
+        ValueError: A pattern of the config takes too long, peft cannot make the adapters, or their
+            weights do not match the config.
     """
     if base.adapters is None:
         return
@@ -221,7 +231,7 @@ def require_adapters(base: ModelSource) -> None:
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            # peft warns of its own use of transformers, and of missing names.
+            # These warnings are about peft's own use of transformers, and about missing names.
             warnings.simplefilter("ignore")
             settings = LoraConfig.from_pretrained(str(base.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
@@ -229,7 +239,7 @@ def require_adapters(base: ModelSource) -> None:
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # Other weights have the model's sizes; loading reports missing weights.
+    # Weights that do not depend on the rank have sizes of the model. Loading reports missing ones.
     expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
     mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
     if mismatched:
@@ -244,8 +254,10 @@ def require_adapters(base: ModelSource) -> None:
 
 
 def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
-    """Compare the regular expressions of adapters with the names of all modules in the limited
-    process, as peft will when it loads them."""
+    """Match all module names with the regular expressions of adapters, in the limited process.
+
+    peft will do the same when it loads the adapters.
+    """
     config = read_json_object(path)
     for key, (function, wrapper) in PEFT_PATTERNS.items():
         value, patterns = config.get(key), []

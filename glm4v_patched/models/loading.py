@@ -1,4 +1,4 @@
-"""Load a model or adapters for inference, with the package's own code and never the folder's."""
+"""Load a model or adapters for inference. Code in their folder is never run."""
 
 import logging
 from collections.abc import Callable
@@ -56,12 +56,13 @@ def load_with_processor(
 def build_on_device(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
-    """Return a model on a device, with quantized weights (:func:`load_with_processor`) and adapters
-    if set.
+    """Return a model on a device.
 
     Args:
-        build: Returns the model, given further options of ``from_pretrained``: a partial of that
-            function, or :func:`trainable.build_random_model`.
+        build: Function that takes further options of ``from_pretrained`` and returns the model: a
+            partial of ``from_pretrained``, or of :func:`trainable.build_random_model`.
+        weights: As for :func:`load_with_processor`.
+        adapters: Folder of adapters to load on the model.
     """
     options: dict[str, Any] = {}
     if weights in ("4bit", "8bit"):
@@ -80,18 +81,19 @@ def build_on_device(
     if adapters is not None:
         model = load_trainable_adapters(model, adapters)
     use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
-    if weights == "fp8":  # layers are already on the GPU, which never stores all of them in bf16
+    # use_implementations moved the fp8 layers, so that the GPU never stores all of them in bf16.
+    if weights == "fp8":
         model.to(torch.device(device))
     return model
 
 
 def _is_not_cast_warning(record: logging.LogRecord) -> bool:
-    """Drop LLM.int8's warning that it casts bf16 inputs to fp16, which it logs in each matmul."""
+    """Return False for the warning of LLM.int8, in each matmul, that it casts bf16 to fp16."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 def load_model_config(base: ModelSource) -> ChatGLMConfig:
-    """Return the config of the model, which adapters share."""
+    """Return the config of the model, without or with adapters."""
     return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
 
 
@@ -109,7 +111,7 @@ def load_processor(base: ModelSource) -> ChatGLMProcessor:
         processor = ChatGLMProcessor.from_pretrained(location, revision=revision)
         require_short_tokens(location, processor.tokenizer.added_tokens_decoder.values())
         processor.tokenizer.render_template = LimitedTemplate(location)
-        # Errors of a template appear when it is rendered.
+        # Render the chat template once, because its errors appear only then.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateError:
         return processor  # the template refuses this conversation, but works

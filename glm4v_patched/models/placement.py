@@ -1,4 +1,4 @@
-"""Placement of processes on GPUs, one each, or on the CPU. Needs no torch."""
+"""Placement of processes: each on its own GPU, or all on the CPU. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +9,10 @@ Device = Literal["cuda", "cpu"]
 
 
 class PlacementError(ValueError):
-    """The processes cannot be placed on this machine; ``field`` is the option or field to
-    change."""
+    """The processes cannot be placed on this machine.
+
+    ``field`` is the option, or the recipe's field, that the user has to change.
+    """
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -22,7 +24,9 @@ class Placement:
     """The devices of a training: one GPU for each process, or the CPU for all.
 
     Attributes:
-        local_processes: Processes on this machine; None means all.
+        processes: Number of processes on all machines.
+        on_cpu: Whether all processes run on the CPU.
+        local_processes: Number of processes on this machine; None means all.
     """
 
     processes: int
@@ -31,7 +35,7 @@ class Placement:
 
     @property
     def share(self) -> float:
-        """The share of all processes that run on this machine."""
+        """The fraction of all processes that run on this machine."""
         return (self.local_processes or self.processes) / self.processes
 
 
@@ -41,7 +45,9 @@ def place_processes(
     """Return the placement of processes on this machine.
 
     Args:
-        processes: None means one per GPU; on a CPU or without ZeRO, one.
+        processes: Number of processes. None means one per GPU; on a CPU or without ZeRO, one.
+        device: The kind of device on which the processes run.
+        zero_stage: The stage of ZeRO; 0 means no ZeRO.
 
     Raises:
         PlacementError: There are fewer GPUs than processes, or several processes without ZeRO.

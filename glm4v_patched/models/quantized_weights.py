@@ -17,15 +17,14 @@ def check_weights_option(weights: str | None, device: str, cache: str = "auto") 
 
 
 def choose_cache_implementation(cache: str, weights: str | None, default: str) -> str:
-    """Return the kind of cache to use: ``cache``, or for ``auto`` the default where it is
-    supported.
+    """Return the kind of cache to use: ``cache``, or for ``auto`` a kind that the weights support.
 
     Args:
         weights: How the weights are quantized, or the method by which the model was saved
             quantized. Only unquantized and fp8 weights support a cache of fixed size: bitsandbytes'
             8-bit layers synchronize with the device, and those of compressed-tensors copy between
             host and GPU in every step.
-        default: The kind of cache for ``auto``.
+        default: The kind of cache for ``auto``, if the weights support all kinds.
 
     Raises:
         ValueError: The cache does not work with these weights.

@@ -1,7 +1,8 @@
-"""Read headers of safetensors files and the index of a model's shards strictly. Needs no torch.
+"""Read and check headers of safetensors files and the index of a model's shards. Needs no torch.
 
-The format: the length of the header in 8 bytes (little endian); the header, a JSON object with
-dtype, shape and data_offsets of each tensor; the tensors, one after the other up to the end.
+A safetensors file has the length of the header in 8 bytes (little endian), then the header, a JSON
+object with dtype, shape and data_offsets of each tensor, then the tensors, one after the other up
+to the end of the file.
 """
 
 import os
@@ -15,6 +16,7 @@ from ..terminal_text import shorten
 
 MAX_HEADER_BYTES = 10**8  # limit of the safetensors library
 SINGLE_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+# How a small file of git-lfs begins that stands for a file that was not downloaded.
 LFS_POINTER = b"version https://git-lfs"
 DTYPE_BITS = dict.fromkeys(("F64", "I64", "U64", "C64"), 64) | dict.fromkeys(
     ("F32", "I32", "U32"), 32
@@ -74,7 +76,7 @@ def check_header(
 
     Args:
         location: The file, for messages.
-        data_bytes: The bytes of tensors in the file; None if unknown.
+        data_bytes: Number of bytes after the header in the file; None if unknown.
         data_start: The offset of the first tensor in the file.
 
     Raises:
@@ -151,9 +153,9 @@ def shards_of(folder: Path) -> list[str]:
     """Return the names of a model's weight files; empty if there are none.
 
     Raises:
-        ValueError: The index cannot be read; it names something other than a file directly in the
-            folder, which readers and writers must not leave; or it does not name the single weight
-            file beside it.
+        ValueError: The index cannot be read; it names a path that is not a file's name, and so may
+            lead out of the folder; or there is a single weight file beside it that it does not
+            name.
     """
     has_single_file = (folder / SINGLE_FILE).is_file()
     if not (folder / WEIGHTS_INDEX).exists():
@@ -168,8 +170,11 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def check_index(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor by an index; raise ``ValueError`` if transformers cannot load
-    by it."""
+    """Return the file of each tensor, as an index says.
+
+    Raises:
+        ValueError: The index is invalid, or transformers cannot load weights with it.
+    """
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
@@ -208,7 +213,7 @@ def tensors_of(folder: Path) -> dict[str, TensorInfo]:
     """Return the tensors in a model's safetensors files, by name.
 
     Raises:
-        ValueError: As :func:`shards_of` and :func:`read_header`; or index and files disagree.
+        ValueError: :func:`shards_of` or :func:`read_header` raises it, or index and files disagree.
     """
     shards = shards_of(folder)
     headers = {shard: read_header(folder / shard) for shard in shards}

@@ -1,1 +1,1 @@
-"""Patches that make other people's code use this model: Auto classes, peft, child processes."""
+"""Patches that make transformers and peft use this model, also in child processes."""

@@ -1,7 +1,7 @@
 """Checks of ``target_modules`` and ``modules_to_save`` in peft configs for this model.
 
-People and frameworks pass module names of other models by habit. peft ignores a name that matches
-no module as long as another name matches one, so part of the adapter would be missing silently.
+People and frameworks often pass module names of other models. peft ignores a name that matches no
+module if another name matches one, so part of the adapter would be missing silently.
 """
 
 import functools
@@ -15,10 +15,11 @@ from ..remote.modeling_chatglm import ChatGLMPreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-# Names of other models for modules that this model has under its own name.
+# Maps module names of other models to this model's names for the same modules.
 MODULE_ALIASES = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
 ALL_LINEAR = "all-linear"
-# peft adds both to modules_to_save of every classifier or reward model, whatever its head is named.
+# peft adds both names to modules_to_save of every classifier or reward model, whatever the name of
+# its head is.
 HEAD_NAMES = ("classifier", "score")
 
 
@@ -28,7 +29,8 @@ def check_module_names(inject_adapter: Callable) -> Callable:
     @functools.wraps(inject_adapter)
     def checked(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
-        # A saved adapter that is loaded for inference keeps whatever names it was trained with.
+        # A saved adapter that is loaded for inference is not checked: it has the names that it was
+        # trained with.
         if isinstance(model, ChatGLMPreTrainedModel) and not config.inference_mode:
             resolve_module_names(model, config)
         return inject_adapter(self, model, adapter_name, *args, **kwargs)
@@ -40,7 +42,8 @@ def resolve_module_names(model: nn.Module, config) -> None:
     """Replace aliases in a peft config by this model's module names, in place.
 
     Raises:
-        ValueError: a name matches no module, or matches a module and another one inside it.
+        ValueError: a name matches no module, or one in ``modules_to_save`` matches a module and
+            another one inside it.
     """
     modules = [name for name, _ in model.named_modules()]
     for option in ("modules_to_save", "target_modules"):
@@ -72,7 +75,7 @@ def resolve_module_names(model: nn.Module, config) -> None:
 
 
 def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
-    """Refuse a name that matches nested modules: peft would save what it cannot load again."""
+    """Refuse a name that matches nested modules, because peft could not load what it would save."""
     for name in names:
         matches = [module for module in modules if _matches_module(name, [module])]
         for outer in matches:

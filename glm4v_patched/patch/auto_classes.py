@@ -1,9 +1,10 @@
 """``apply()``: make transformers' Auto classes return our classes for every glm-4v.
 
-Registering our classes is not enough: other models share the model type "chatglm", and
-transformers 4 prefers a repository's own code to registered classes. So ``from_pretrained`` of each
-Auto class is replaced. The replacement looks at the repository's files: for a glm-4v it loads our
-class, without ``trust_remote_code``; for everything else it calls the original.
+It is not enough to register our classes with transformers: other models share the model type
+"chatglm", and transformers 4 prefers a repository's own code to registered classes. So ``apply()``
+replaces ``from_pretrained`` of each Auto class. The replacement looks at the repository's files:
+for a glm-4v it loads our class, without ``trust_remote_code``; for any other model it calls the
+original.
 """
 
 import functools
@@ -45,12 +46,14 @@ AUTO_MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
 
-# Without torchvision, transformers 5.8 to 5.17 export a placeholder class that refuses everything.
-# Our image processor needs no torchvision, so the defining module's class is patched.
+# Without torchvision, transformers 5.8 to 5.17 export a placeholder class, which raises an error on
+# any use, instead of the real Auto class. Our image processor needs no torchvision, so the real
+# class is patched, in the module that defines it.
 AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
 AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
-# Modules of the Auto classes that import get_class_from_dynamic_module under their own names.
+# Modules of the Auto classes. Each has imported get_class_from_dynamic_module as a name of its own,
+# so each is patched.
 REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
@@ -74,7 +77,7 @@ AUTO_CLASS_KWARGS = (
 
 @dataclass(frozen=True)
 class _ApplyOptions:
-    """Arguments of ``apply``; ``None`` leaves the default."""
+    """Arguments of ``apply``; ``None`` means that an argument was not passed."""
 
     fused_linear_cross_entropy: bool | None = None
     attn_implementation: str | None = None
@@ -88,13 +91,13 @@ class _ApplyOptions:
 
     @property
     def loading_kwargs(self) -> dict[str, str]:
-        """Default keyword arguments of from_pretrained and from_config; the caller's win."""
+        """Keyword arguments for from_pretrained and from_config if the caller passes none."""
         name = self.attn_implementation
         return {} if name is None else {"attn_implementation": name}
 
 
 class _PatchState:
-    """The patches of this process, shared by all callers of ``apply``."""
+    """The patches of this process, which all callers of ``apply`` share."""
 
     lock = threading.RLock()
     patches: PatchSet | None = None
@@ -104,7 +107,8 @@ class _PatchState:
 def require_tested_transformers(version: str) -> None:
     """Raise ``ImportError`` for an untested version.
 
-    The model's own code only warns of such a version, because it replaces nothing.
+    The model's own code only warns of such a version, because it replaces no method of
+    transformers.
     """
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
@@ -118,24 +122,25 @@ def apply(
 ) -> None:
     """Make the Auto classes of transformers return this package's classes for every glm-4v.
 
-    Patched are ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
+    This patches ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (transformers 5),
     ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor`` and
     ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for local folders and Hub
-    repositories. Other models load as before. ``AutoVideoProcessor`` refuses a glm-4v. peft saves
-    our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A method that
-    was taken from an Auto class before (``load = AutoModel.from_pretrained``) raises
-    ``RuntimeError`` for a glm-4v that ships its own code.
+    repositories. Other models load as before. ``AutoVideoProcessor`` then refuses a glm-4v, and
+    peft saves our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A
+    method that was taken from an Auto class before the call (``load = AutoModel.from_pretrained``)
+    raises ``RuntimeError`` for a glm-4v that has code in its repository.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
             all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
-        attn_implementation: Attention of models that are loaded without this keyword.
+        attn_implementation: The attention implementation of models that are loaded without this
+            keyword.
 
     Raises:
         ValueError: an argument has the wrong type, or contradicts an earlier ``apply``.
         ImportError: this version of transformers is not tested.
-        AttributeError: transformers has renamed an attribute; nothing was patched.
+        AttributeError: transformers or peft lacks an attribute; nothing was patched.
     """
     options = _ApplyOptions(fused_linear_cross_entropy, attn_implementation)
     with _PatchState.lock:
@@ -158,7 +163,7 @@ def revert() -> None:
     """Undo :func:`apply`; models that are already loaded do not change.
 
     Raises:
-        RuntimeError: somebody replaced one of the same attributes since; nothing is undone.
+        RuntimeError: other code has replaced one of the same attributes since; nothing is undone.
     """
     with _PatchState.lock:
         if _PatchState.patches is not None:
@@ -168,7 +173,7 @@ def revert() -> None:
 
 @contextmanager
 def applied(**options: Any) -> Iterator[None]:
-    """Call :func:`apply` for a ``with`` block; patches from before the block outlive it."""
+    """Call :func:`apply` for a ``with`` block; patches from before the block stay after it."""
     was_unpatched = _PatchState.patches is None
     apply(**options)
     try:
@@ -202,9 +207,10 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
-    # The class is resolved first: that import makes transformers 5.8 replace its module object.
+    # The class is resolved before the package, because this import makes transformers 5.8 replace
+    # its module object.
     real_class, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
-    if package.AutoImageProcessor is not real_class:  # the patch remembers the placeholder
+    if package.AutoImageProcessor is not real_class:  # the package exports the placeholder
         patches.append(
             AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: real_class)
         )
@@ -264,9 +270,10 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
 
 
 def _refuse_remote_code(original: Callable) -> Callable:
-    """Refuse to import the code of a glm-4v's repository, which our config would not fit.
+    """Wrap transformers' import of a repository's code, so that it refuses the code of a glm-4v.
 
-    The patched methods never import it; methods taken from Auto classes earlier would.
+    That code does not fit our config. The patched methods never import it, but methods that were
+    taken from Auto classes before would.
     """
 
     @functools.wraps(original)
@@ -288,7 +295,7 @@ def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config
         config = ChatGLMConfig.from_config(config)
     kwargs = options.loading_kwargs | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
-    # With output_loading_info, the model is the first of a tuple.
+    # With output_loading_info, the result is a tuple that begins with the model.
     _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)
     return loaded
 
@@ -342,7 +349,7 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         base = self.get_base_model()
         if isinstance(base, ChatGLMPreTrainedModel):
             for config in self.peft_config.values():
-                config.auto_mapping = None  # it names a module of this process
+                config.auto_mapping = None  # it would name a module that only this process has
         result = original(self, save_directory, *args, **kwargs)
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):

@@ -21,8 +21,8 @@ MAX_JSON_DEPTH = 64
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
     """Return why a config is not a glm-4v's, or ``None`` if it is one or a cogagent-9b's.
 
-    The model type "chatglm" is not enough: chatglm2, chatglm3 and the text models of GLM-4 share
-    it.
+    The model type "chatglm" is not enough to tell, because chatglm2, chatglm3 and the text models
+    of GLM-4 have it, too.
     """
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
@@ -77,7 +77,7 @@ def _json_errors(name: object) -> Iterator[None]:
 def find_nonfinite_number(values: Any) -> str | None:
     """Return ``key is value`` for the first nested number that is NaN, infinite or above float32.
 
-    JSON can contain such numbers: ``NaN``, ``Infinity`` and ``1e999`` all parse.
+    Python parses such numbers in JSON: ``NaN``, ``Infinity`` and ``1e999``.
     """
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
@@ -91,7 +91,7 @@ def find_nonfinite_number(values: Any) -> str | None:
 
 
 def parse_json_object(content: bytes, name: str) -> dict:
-    """Parse bytes as :func:`read_json_object` parses a file; errors have ``name``."""
+    """Parse bytes as :func:`read_json_object` parses a file; error messages have ``name``."""
     with _json_errors(name):
         values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):

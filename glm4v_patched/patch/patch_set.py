@@ -1,4 +1,4 @@
-"""Monkey patches that are applied and reverted as a set, all or none. Knows no model."""
+"""Monkey patches that are applied and reverted as a set, all or none, for any model."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -11,9 +11,11 @@ class AttributePatch:
     """One attribute to be replaced, and the function that makes its replacement.
 
     Args:
-        owner: ``package.module`` or ``package.module:Class`` whose ``vars`` has the attribute.
+        owner: ``package.module`` or ``package.module:Class``, the object that has the attribute in
+            its ``vars``.
         name: The attribute's name.
-        replace: Called with the original, as found in ``vars(owner)``; returns the replacement.
+        replace: Function that takes the original, as it is in ``vars(owner)``, and returns the
+            replacement.
     """
 
     owner: str
@@ -25,11 +27,11 @@ class AttributePatch:
 
 
 class PatchSet:
-    """A set of attribute patches; it refuses to revert what somebody else patched afterwards."""
+    """A set of attribute patches. It is not reverted if other code patched an attribute since."""
 
     def __init__(self, patches: Sequence[AttributePatch]):
         self._patches = tuple(patches)
-        # Each with the resolved owner, the original and the replacement.
+        # For each patch that is applied: the patch, its owner, the original and the replacement.
         self._replaced: list[tuple[AttributePatch, Any, object, object]] = []
 
     @property
@@ -52,7 +54,7 @@ class PatchSet:
         for patch, owner in owners:
             original = vars(owner)[patch.name]
             replaced.append((patch, owner, original, patch.replace(original)))
-        # Attributes are set last, once nothing can fail any more.
+        # Attributes are set only now, when nothing can fail any more.
         for patch, owner, _, replacement in replaced:
             setattr(owner, patch.name, replacement)
         self._replaced = replaced
@@ -61,7 +63,7 @@ class PatchSet:
         """Restore all originals.
 
         Raises:
-            RuntimeError: somebody replaced an attribute after us; nothing is restored then.
+            RuntimeError: other code has replaced an attribute since; nothing is restored.
         """
         replaced_later = [
             str(patch)

@@ -33,7 +33,7 @@ class Repository:
         self._download_options = {
             name: kwargs[name]
             for name in DOWNLOAD_OPTIONS
-            # force_download is for from_pretrained: the files are not downloaded twice.
+            # Only from_pretrained obeys force_download, so that files are not downloaded twice.
             if kwargs.get(name) is not None and name != "force_download"
         }
         if kwargs.get("use_auth_token") is not None:  # transformers 4 still takes that name
@@ -43,9 +43,9 @@ class Repository:
     def hub_timeout(self) -> str | None:
         """Error message if the Hub does not answer in time, else ``None``.
 
-        ``None`` also for local folders and when offline. The request is sent once, with a timeout:
-        the Hub's client would wait a minute for each file, six times, and transformers 5 would
-        wait forever for the commit.
+        It is also ``None`` for local folders and when offline. This property sends one request,
+        with a timeout. The Hub's client would wait a minute for each file, six times, and
+        transformers 5 would wait forever for the commit.
         """
         name, offline = self.name_or_path, self._download_options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
@@ -56,7 +56,7 @@ class Repository:
         try:
             headers = build_hf_headers(token=self._download_options.get("token"))
             get_session().head(url, headers=headers, timeout=seconds)
-        except Exception as error:  # any other error is raised again when the file is loaded
+        except Exception as error:  # loading the file raises all errors but timeouts again
             # Timeouts of requests, httpx and httpx2 have only their names in common.
             if type(error).__name__.endswith("Timeout"):
                 return (
@@ -106,11 +106,13 @@ class Repository:
     def contains_glm4v(self) -> bool:
         """Return whether the files are those of a glm-4v, its adapter, or only its tokenizer.
 
-        Cached files are trusted: a repository does not become another model. Returns ``False`` if
-        the files cannot be read; the loading call that follows then raises its own error.
+        Cached files are read first, because a repository does not become another model. Return
+        ``False`` if the files cannot be read; the loading call that follows then raises its own
+        error.
 
         Raises:
-            TimeoutError: the Hub did not answer in time; the loading call would wait for minutes.
+            TimeoutError: the Hub did not answer in time, for which the loading call would wait for
+                minutes.
         """
         tokenizer = {}
         try:
@@ -148,5 +150,5 @@ def _is_name(name: object) -> TypeGuard[str | PathLike]:
 
 
 def url_origin(url: str) -> str:
-    """Return scheme, host and port of a URL, without credentials: HF_ENDPOINT may contain some."""
+    """Return scheme, host and port of a URL, without the credentials that HF_ENDPOINT may have."""
     return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)

@@ -59,15 +59,16 @@ def main() -> None:
 
 def _interpreter_flags() -> list[str]:
     """Return the options of the Python interpreter itself, such as ``-u``."""
-    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # and the module or script
+    # The flags, and after them "-m" and the module, or the script.
+    flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return flags[:-2] if flags[-2:-1] == ["-m"] else flags[:-1]
 
 
 def find_script(name: str) -> str:
     """Return the path of a script file, or of a command that is a Python script.
 
-    As in a shell, a name without a folder and without ``.py`` means a command first, and a file in
-    the current folder only if there is no such command.
+    A name without a folder and without ``.py`` means a command, as in a shell. If there is no such
+    command, it means a file in the current folder.
 
     Raises:
         ValueError: there is no such file or command, or it is not a Python script.

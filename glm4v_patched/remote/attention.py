@@ -1,7 +1,7 @@
 """Attention by transformers' registry of implementations, for vision tower and language model.
 
-The samples of packed sequences attend in batches (:class:`PackedSamples`): no block-diagonal mask
-over a packed sequence is made.
+The samples of packed sequences are gathered into batches (:class:`PackedSamples`) and attend there,
+so that a packed sequence needs no block-diagonal mask.
 """
 
 from typing import NamedTuple, cast
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+# A name's suffix lists the tensor's dimensions: key_BGKC is (B, G, K, C).
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
-# packed: R sequence length, N samples of a group, M length of its longest sample, X query or
-# key-value heads.
+# of packed sequences also: R sequence length, N samples of a group, M length of its longest sample,
+# X query or key-value heads.
 
 
 class PackedSamples(NamedTuple):
@@ -37,10 +38,11 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     """Group the samples of packed sequences by length.
 
     Args:
-        position_ids_BR: 0 where a sample starts. Their copy to the host waits for the device.
+        position_ids_BR: 0 where a sample starts. They are copied to the host, which waits for the
+            device.
 
     Returns:
-        ``None`` if every sequence is one sample.
+        The groups; ``None`` if every sequence is one sample.
     """
     batch_size, length = position_ids_BR.shape
     starts = (position_ids_BR.flatten() == 0).cpu().nonzero().flatten()
@@ -79,12 +81,12 @@ def attend(
     """Compute attention by the named implementation (eager, sdpa, flex, flash, ...).
 
     Args:
-        module: Implementations read its ``is_causal`` and ``num_key_value_groups`` (query heads
-            per key-value head).
-        attention_mask: The mask that transformers makes for this implementation; or packed
-            samples, for an implementation that is causal without a mask (sdpa).
-        attention_collector: The attention weights ``(B, H, Q, K)`` are appended to it. Only eager
-            attention computes them.
+        module: The calling layer. Implementations read its ``is_causal`` and
+            ``num_key_value_groups`` (query heads per key-value head).
+        attention_mask: The mask that transformers makes for this implementation. Or packed samples,
+            for an implementation that is causal without a mask (sdpa).
+        attention_collector: List to which the attention weights ``(B, H, Q, K)`` are appended. Only
+            eager attention computes them.
 
     Returns:
         ``(B, Q, H * C)``.
@@ -168,7 +170,7 @@ def eager_attention(
 
 
 def _is_decode_step(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
-    """Return whether one query attends over a cache, with grouped heads that share a mask."""
+    """Return whether one query attends to cached keys, with grouped heads that share a mask."""
     has_one_query = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
     has_groups = query_BHQC.shape[1] != key_BGKC.shape[1]
     is_shared_mask = mask is None or (

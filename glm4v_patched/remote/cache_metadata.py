@@ -1,7 +1,8 @@
 """Metadata of a key-value cache: position ids and padding of the sequences in it.
 
-An image takes more cache entries than position ids, so the cache's length does not determine
-the position id of the next token.
+An image takes more cache entries than position ids, so the position id of the next token cannot be
+computed from the cache's length. This module records it with each prefill, a forward pass that
+adds a prompt to the cache.
 """
 
 from dataclasses import dataclass
@@ -14,20 +15,22 @@ from transformers.cache_utils import Cache
 
 from .image_layout import ExpandedBatch
 
-# Shapes: B sequences, R length of the expanded prompt, N new tokens, K keys: the capacity of a
-# static cache, the length of any other.
+# A name's suffix lists the tensor's dimensions: last_B1 is (B, 1).
+# Shapes: B sequences, R length of the expanded prompt, N new tokens, K keys (the capacity of a
+# static cache, or the length of any other cache). A static cache has a fixed capacity.
 
 
 class CacheMetadata(NamedTuple):
     """Metadata of one prefill of a cache.
 
     Attributes:
-        anchor: Index behind the last cache entry that is padding or part of an image. All entries
-            from there on are text, each at the previous position id + 1.
+        anchor: Index behind the last cache entry that is padding or part of an image, at least 1.
+            All entries from there on are text, and position ids increase by 1.
         length: Cache length up to which this metadata is valid.
         next_position: ``(B, 1)``, the position id at ``anchor``.
         row_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before ``anchor``.
             They identify sequences that were reordered, selected, repeated or copied since.
+            ``None`` if the keys were not readable.
     """
 
     anchor: int
@@ -36,18 +39,19 @@ class CacheMetadata(NamedTuple):
     row_fingerprint: Tensor | None
 
 
-METADATA_ATTRIBUTE = "glm4v_metadata"  # of a Cache: list[CacheMetadata], the latest prefill last
+# The attribute of a Cache that has its list[CacheMetadata], the latest prefill last.
+METADATA_ATTRIBUTE = "glm4v_metadata"
 
 
 def cached_length(cache: Cache | None) -> int:
-    """Return how many positions a cache holds. Waits for the device if the cache is static."""
+    """Return how many positions a cache holds. For a static cache this waits for the device."""
     length: Any = 0 if cache is None else cache.get_seq_length()
-    # A static cache returns a tensor, which in transformers 5 is the cache's own counter.
+    # A static cache returns a tensor; in transformers 5 it is the cache's counter, so copy it.
     return int(length) if isinstance(length, Tensor) else length
 
 
 def is_static(cache: Cache | None) -> bool:
-    """Return whether the cache has a fixed size; its length is then only on the device."""
+    """Return whether the cache has a fixed size; only the device then knows how full it is."""
     return cache is not None and bool(cache.is_compileable)
 
 
@@ -74,7 +78,7 @@ def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
 def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
     """Record that ``batch`` was added to the cache after ``past_length`` positions.
 
-    The cache may have been cropped before: metadata anchored behind ``past_length`` is dropped.
+    If the cache was cropped before, metadata anchored behind ``past_length`` is dropped.
     """
     length = past_length + batch.input_ids.shape[1]
     records = [
@@ -98,16 +102,19 @@ def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None
 
 
 def record_decode_step(cache: Cache, length: int) -> None:
-    """Record that the cache is about to hold ``length`` positions, the last ones generated text."""
+    """Record that a decode step will fill the cache with text up to ``length`` positions."""
     records = _get_metadata(cache)
     if records:
         setattr(cache, METADATA_ATTRIBUTE, [*records[:-1], records[-1]._replace(length=length)])
 
 
 def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | None:
-    """Return the bytes of each sequence's keys before ``anchor``, ``None`` if they are not
-    readable."""
-    # The last filled layer's keys depend on the whole sequence; skipped layers have none.
+    """Return the bytes ``(B, bytes)`` of each sequence's keys just before ``anchor``.
+
+    Return ``None`` if the keys are not readable.
+    """
+    # The keys of the last filled layer depend on the whole sequence. (Layers that early exit skips
+    # have no keys.)
     layers: list[Any] = [*cache.layers]
     filled = [layer for layer in layers if layer.is_initialized]
     keys = filled[-1].keys if filled else None
@@ -117,8 +124,7 @@ def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | Non
 
 
 def find_metadata(cache: Cache | None, length: int) -> CacheMetadata | None:
-    """Return the metadata that determines the position id at a cache length, ``None`` if none
-    does."""
+    """Return the metadata from which the position id at a cache length can be computed, if any."""
     valid = [record for record in _get_metadata(cache) if record.anchor <= length <= record.length]
     return valid[-1] if valid and valid[-1].row_fingerprint is not None else None
 
@@ -142,7 +148,7 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
             "filled, with readable keys, ending in text behind images and padding; pass "
             "position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
         )
-    # Layers may be on several devices.
+    # Layers may be on several devices, so the tensors may be on two.
     next_B1 = metadata.next_position + (past_length - metadata.anchor)
     return torch.where(is_match.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
@@ -177,11 +183,12 @@ def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Ten
 class ExpandedPrompt:
     """The prompt of a ``generate`` call, whose image placeholders are expanded once, at prefill.
 
-    Beams and several answers only swap copies of one sequence, so the prompt needs no reordering.
-    Its lengths are known on the host.
+    Beam search only swaps copies of one sequence, so the prompt needs no reordering. The host knows
+    its lengths without waiting for the device.
 
     Attributes:
-        input_ids: ``(B, L)`` as passed to ``generate``; the prompt is recognized by this tensor.
+        input_ids: ``(B, L)``, the prompt's ids before expansion. ``generate`` passes this very
+            tensor until it has generated a token.
         batch: The prompt with its image placeholders expanded.
         position_ids: As passed to ``generate``; some releases of transformers later pass only the
             position ids of new tokens.
@@ -210,7 +217,8 @@ class ExpandedPrompt:
     def count_images(self, begin_id: int, past_length: int, num_images: int) -> list[int]:
         """Return the number of images in each sequence.
 
-        If ``num_images`` is not the number in the whole prompt, only uncached images are counted.
+        If ``num_images`` is not the number of images in the whole prompt, only the images after the
+        first ``past_length`` positions are counted.
         """
         is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
         if int(is_begin.sum()) != num_images:
@@ -224,12 +232,12 @@ class ExpandedPrompt:
     def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
         """Return how many generated tokens are not in the cache yet.
 
-        Return 0 if a decode step over these tokens alone is not possible.
+        Return 0 if ``forward`` cannot continue from the cache with these tokens alone.
         """
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):
             return 0
-        if is_static(cache):  # whose own length is on the device
+        if is_static(cache):  # reading the cache's own length would wait for the device
             num_filled = records[-1].length if (records := _get_metadata(cache)) else 0
         else:
             num_filled = cached_length(cache)
@@ -245,7 +253,7 @@ class ExpandedPrompt:
         return last_B1 + torch.arange(first, num_generated + 1, device=last_B1.device)
 
     def padding_mask(self, num_keys: int) -> Tensor | None:
-        """Return the mask ``(B, K)`` int64, 0 at padding; ``None`` if there is no padding."""
+        """Return the mask ``(B, num_keys)``, 0 at padding; ``None`` if there is no padding."""
         if not self.batch.has_padding:
             return None
         assert self.batch.attention_mask is not None

@@ -1,22 +1,23 @@
-"""Activation checkpointing that works under ZeRO-3 with frozen weights. Independent of the model.
+"""Activation checkpointing that works under ZeRO-3 with frozen weights, for any model.
 
 The problem with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
 
 1. Backward recomputes a layer. ZeRO-3's forward hooks run again and partition the parameters of
    each finished submodule in place: ``param.data`` becomes an empty tensor.
-2. Autograd saves tensors during the recomputation. A trainable parameter is saved as a
-   detached alias, which keeps the gathered storage; a frozen parameter is saved as it is.
+2. Autograd saves tensors during the recomputation. It saves a trainable parameter as a detached
+   alias, which keeps the gathered storage, but a frozen parameter as the parameter itself.
 3. torch compares the saved tensors with those of the first forward and finds frozen parameters of
    shape [0]: "Recomputed values for the following tensors have different metadata".
 
 The solution: a layer's frozen parameters stay gathered from the recomputation to the end of the
-layer's backward. ZeRO-3 does not partition a parameter that a submodule still uses, so an
-additional id among its users (``ds_active_sub_modules``) keeps it gathered; DeepSpeed's own hook
-after the submodule's backward partitions it. Nothing is gathered twice, and torch's comparison
-stays on.
+layer's backward. ZeRO-3 does not partition a parameter that a submodule still uses. So this module
+adds an id of no submodule to the parameter's users (``ds_active_sub_modules``), which keeps the
+parameter gathered. DeepSpeed's own hook after the submodule's backward partitions it. Nothing is
+gathered twice, and torch's comparison stays on.
 
-DeepSpeed 0.19.3 and newer keep such parameters gathered themselves, on behalf of the module whose
-backward is running. This module may be far outside of the layer, so their change is undone here.
+DeepSpeed 0.19.3 and newer keep such parameters gathered, too, as parameters that are used by the
+module whose backward is running. That module may be far outside of the layer, so this code undoes
+DeepSpeed's change.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# The id of no module: DeepSpeed's ids are non-negative.
+# The id of no module, because DeepSpeed's ids are not negative.
 _KEEP_GATHERED_ID = -1
 
 
@@ -41,12 +42,13 @@ class _NoForwardWrapping:
 class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     """A layer that recomputes its activations in backward when checkpointing is enabled.
 
-    Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function receives the
-    hidden states first, after a bound method, in whose ``__self__`` frameworks find the layer.
+    Subclasses define ``layer_forward(hidden, *rest)``. The arguments of the checkpointing function
+    are a bound method, in whose ``__self__`` frameworks find the layer, the hidden states, and the
+    rest.
 
-    transformers counts ``GradientCheckpointingLayer`` objects for ``every_n_layers``. The wrapping
-    of that class (of ``__call__``, from 5.23 on of ``forward``) is bypassed, because it passes a
-    partial instead of a bound method.
+    The base class is ``GradientCheckpointingLayer``, because transformers counts its objects for
+    ``every_n_layers``. That class wraps ``__call__`` (since 5.23 ``forward``) and passes a partial
+    instead of a bound method, so its wrapping is bypassed.
     """
 
     gradient_checkpointing = False
@@ -59,14 +61,15 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
             and not hidden.requires_grad
             and any(p.requires_grad for p in self.parameters())
         ):
-            # Reentrant checkpoints differentiate only through inputs that require grad, and
-            # ZeRO-3 releases a layer in the backward of its input. The input is replaced before the
-            # layer's hooks run, because they release a layer that is one unit (a leaf module).
+            # The input has to require grad: reentrant checkpoints differentiate only through such
+            # inputs, and ZeRO-3 releases a layer in the backward of its input. The input is
+            # replaced before the layer's hooks run, because the hooks of a layer that is one unit
+            # for ZeRO-3 (a leaf module) release it.
             hidden = hidden.detach().requires_grad_()
         return nn.Module.__call__(self, hidden, *rest)
 
     def layer_forward(self, hidden, *rest):
-        """Compute the layer. Defined by subclasses."""
+        """Compute the layer; subclasses define this method."""
         raise NotImplementedError
 
     def forward(self, hidden, *rest):
@@ -97,7 +100,8 @@ def keep_frozen_parameters_gathered(layer: nn.Module):
         yield
     finally:
         for parameter, module_ids in owners.items():
-            # Also drops ids of modules outside this layer, which DeepSpeed 0.19.3 and newer add.
+            # Remove our id, and ids of modules outside this layer that DeepSpeed 0.19.3 and newer
+            # add.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
         if owners:
             for module in modules:
@@ -113,8 +117,8 @@ def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
     owners: dict[Any, set[int]] = {}  # Any, because DeepSpeed adds attributes to parameters
     for module in modules:
         if not hasattr(module, "ds_id"):
-            continue  # inside a leaf module, which is gathered and released as a unit
-        # Attribute access or module.parameters() would trigger DeepSpeed's gather.
+            continue  # the module is part of a leaf module, which is gathered as a unit
+        # _parameters, because attributes and module.parameters() make DeepSpeed gather.
         for parameter in module._parameters.values():
             if parameter is None or parameter.requires_grad:
                 continue

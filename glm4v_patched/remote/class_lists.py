@@ -1,9 +1,10 @@
 """Registration of our classes in transformers' lists of class names.
 
-Other code looks only at these lists to learn what a class is. A Trainer with
-``label_smoothing_factor`` takes the labels out of the batch and shifts them only for listed causal
-language models; any other class would be trained to repeat its input. transformers lists no class
-that was loaded from a folder or the Hub, so each of ours registers its name when it is defined.
+Other code looks only at these lists to learn what a class is. For example, a Trainer with
+``label_smoothing_factor`` takes the labels out of the batch and shifts them only for causal
+language models in the list; it would train any other class to repeat its input. transformers lists
+no class that was loaded from a folder or the Hub, so each of our classes registers its name when it
+is defined.
 """
 
 import transformers
@@ -16,11 +17,12 @@ def register_class_name(cls: type, kind: str, key: str | None = None) -> None:
     """Add the name of ``cls`` to transformers' ``MODEL_FOR_{kind}_MAPPING_NAMES``.
 
     Args:
-        key: The key of the entry. Default: the class name, which is no model type: entries of other
-            models of type "chatglm" remain, and no Auto class finds this one.
+        kind: The middle of the list's name, such as "CAUSAL_LM".
+        key: The key of the entry. Default: the class name. As this is not a model type, entries of
+            other models of type "chatglm" remain, and no Auto class finds this entry.
 
     Raises:
-        ImportError: This transformers has no such list.
+        ImportError: The installed transformers has no such list.
     """
     list_name = f"MODEL_FOR_{kind}_MAPPING_NAMES"
     names = getattr(modeling_auto, list_name, None)

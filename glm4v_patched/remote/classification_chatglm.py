@@ -13,9 +13,10 @@ from .image_layout import running_max
 from .keywords import CACHE_KEYWORD, cache_kwarg, resolve_return_dict
 from .sharding import refuse_split_model
 
+# A name's suffix lists the tensor's dimensions: hidden_BRD is (B, R, D).
 # Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
 
-# Keywords of the decoder that a classifier refuses: they are about single tokens.
+# Keywords of the decoder that a classifier refuses, because they are about single tokens.
 PER_TOKEN_KWARGS = ("prompt_length", "shift_labels")
 
 
@@ -27,9 +28,9 @@ class SequenceScoringMixin(nn.Module):
     score: nn.Module
     loss_function: Any
     _check_keywords: Any
-    # The loss is a mean over samples, which a Trainer has to average over accumulated batches. As
-    # forward takes **options, a Trainer would otherwise assume that it divides by
-    # num_items_in_batch.
+    # The loss is a mean over samples, which a Trainer has to average over accumulated batches.
+    # Without this attribute a Trainer would conclude from **options that forward divides the loss
+    # by num_items_in_batch.
     accepts_loss_kwargs = False
 
     def forward(
@@ -46,14 +47,16 @@ class SequenceScoringMixin(nn.Module):
     ) -> SequenceClassifierOutputWithPast | tuple:
         """Score each sequence at its last token.
 
-        Arguments, also ``options``, are those of :meth:`ChatGLMModel.forward`.
+        :meth:`ChatGLMModel.forward` describes the arguments that are not listed here, and
+        ``options``.
 
         Args:
             attention_mask: ``(B, cached + L)``. Without a mask, padding ids at the end of a
                 sequence count as padding, as in transformers' own models. A batch of one sequence
                 needs no mask if ``config.pad_token_id`` is None.
-            labels: ``(B,)``: classes, or values if ``num_labels`` is 1. ``(B, num_labels)``:
-                several classes or values each, as ``config.problem_type`` or their dtype says.
+            labels: ``(B,)``: a class for each sequence, or a value if ``num_labels`` is 1.
+                ``(B, num_labels)``: several classes or values for each sequence, as
+                ``config.problem_type`` or the dtype says.
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.

@@ -1,7 +1,7 @@
 """Configuration of glm-4v, with the field names of the published ``config.json``.
 
-Fields that have one value in every glm-4v checkpoint are refused with another value: ignoring them
-would silently change the numbers.
+A field that has the same value in every glm-4v checkpoint (:data:`FIXED_FIELDS`) is refused with
+any other value, because the model does not implement it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFO
 
 
 def check_transformers(installed: str) -> None:
-    """Check the installed version: warn if it is untested, ``ImportError`` if it is too old."""
+    """Warn if the installed version is untested; raise ``ImportError`` if it is too old."""
     problem = (
         f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {installed}"
     )
@@ -45,8 +45,8 @@ def check_transformers(installed: str) -> None:
 check_transformers(transformers.__version__)
 
 
-# The implementations that a config may name: transformers downloads flash attention from the Hub if
-# its package is not installed.
+# The attention implementations that a config may name. Flash attention is not one of them, because
+# transformers downloads it from the Hub if its package is not installed.
 BUILT_IN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 # Quantization methods for which a tested transformers downloads kernels from the Hub.
 QUANTIZERS_WITH_HUB_KERNELS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
@@ -56,7 +56,8 @@ def refuse_fetched_code(values: dict, source: str = "config.json") -> None:
     """Raise ``ValueError`` for a setting that makes transformers download and run code.
 
     Args:
-        source: Name of the file or object of ``values``, for messages.
+        values: Settings; dicts in them are searched, too.
+        source: Name of the file or object that has ``values``, for messages.
     """
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
@@ -77,12 +78,12 @@ def refuse_fetched_code(values: dict, source: str = "config.json") -> None:
             )
 
 
-# The largest finite float32; that of bfloat16 is about the same.
+# The largest finite float32. The largest bfloat16 is about the same.
 MAX_FLOAT32 = 3.4028234663852886e38
 
 
 def refuse_nonfinite(values: Mapping | Sequence, source: str) -> None:
-    """Raise ``ValueError`` if a number in nested values is NaN, infinite or beyond float32."""
+    """Raise ``ValueError`` if a number, at any nesting, is NaN, infinite or beyond float32."""
     items = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in items:
         if isinstance(value, (Mapping, list, tuple)):
@@ -138,10 +139,10 @@ def _is_label_key(key: Any) -> bool:
     return str(key).isascii() and str(key).isdigit()
 
 
-# A predicate of a value, and the description of valid values for errors.
+# A function that returns whether a value is valid, and a description of valid values for errors.
 ValueCheck = tuple[Callable[[Any], bool], str]
 DTYPE_NAMES = ("auto", "float64", "float32", "float16", "bfloat16")
-# Checks of settings, by the type of setting.
+# Checks of settings, by a name for the type of setting.
 VALUE_CHECKS: dict[str, ValueCheck] = {
     "flag": (_is_instance_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
@@ -184,12 +185,13 @@ def check_setting_types(
 ) -> None:
     """Raise ``ValueError`` for a setting of the wrong type or size.
 
-    transformers would try to build any size, even a billion layers.
+    transformers would try to build a model of any size, even of a billion layers.
 
     Args:
-        checks: For each name a key of :data:`VALUE_CHECKS`, a check of that form, or the greatest
+        values: Settings by name.
+        checks: For each name a key of :data:`VALUE_CHECKS`, a :data:`ValueCheck`, or the greatest
             valid size. Settings without a check are accepted.
-        source: Name of the file of ``values``, for messages.
+        source: Name of the file that has ``values``, for messages.
     """
     for name, value in values.items():
         if (check := checks.get(name)) is None:
@@ -207,7 +209,8 @@ def check_setting_types(
 def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     """Run :func:`refuse_nonfinite` on options of generation.
 
-    ``max_time`` may be infinite, and a ``sequence_bias`` of minus infinity bans its sequence.
+    Two infinite options are accepted: any ``max_time``, and a ``sequence_bias`` of minus infinity,
+    which bans its sequence.
     """
     checked = {name: value for name, value in values.items() if name != "max_time"}
     biases = checked.pop("sequence_bias", None) or ()
@@ -217,10 +220,13 @@ def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
 
 
 def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
-    """Return the entries of an ``auto_map`` that name classes of this code, in the saved folder.
+    """Return the entries of an ``auto_map`` that name classes of this code.
 
     Args:
-        saved: The Auto class of the saved object, whose entry is kept: transformers wrote it.
+        auto_map: Maps names of Auto classes to references ``module.Class`` to code that
+            transformers loads for them.
+        saved: Name of the Auto class of the object that is being saved. Its entry is kept in any
+            case, because transformers wrote it.
     """
     entries = (auto_map if isinstance(auto_map, dict) else {}).items()
     normalized = {key: [*value] if isinstance(value, tuple) else value for key, value in entries}
@@ -232,7 +238,7 @@ def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
 
 
 def log_unknown(names: Iterable, file: str) -> None:
-    """Log in one line the names of settings that are not saved, because they are unknown."""
+    """Log, in one line, the names of unknown settings, which are not saved."""
     if names := [f"{name!r:.60}" for name in names]:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         logging.get_logger().warning(
@@ -248,7 +254,7 @@ def keep_known_settings(values: Mapping, known: Collection, file: str) -> dict:
 
 
 def find_adapter_problem() -> str | None:
-    """Return why this transformers cannot load adapters of this model; ``None`` if it can."""
+    """Return why the installed transformers cannot load adapters of this model, or ``None``."""
     if not is_peft_available():
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -265,7 +271,8 @@ def require_adapter_support(name_or_path, options: dict, are_adapters: bool = Fa
     """Raise ``ImportError``, before weights are read, if adapters cannot be loaded.
 
     Args:
-        name_or_path: A model or, with ``are_adapters``, an adapter.
+        name_or_path: A model, which may have adapters in its folder; with ``are_adapters``, the
+            adapters themselves.
         options: Keywords of ``from_pretrained``, which may name adapters.
     """
     if (problem := find_adapter_problem()) is None:
@@ -283,10 +290,11 @@ def require_adapter_support(name_or_path, options: dict, are_adapters: bool = Fa
         )
 
 
-# The id of <|begin_of_video|> in glm-4v-9b; see ChatGLMProcessor.image_token.
+# The id of an image's inner tokens in expanded prompts: <|begin_of_video|> in glm-4v-9b, see
+# ChatGLMProcessor.image_token.
 IMAGE_TOKEN_ID = 151341
 
-# The auto_map of every saved model, whatever the config that it was loaded with.
+# The auto_map of every saved model: for each Auto class the module.Class that transformers loads.
 AUTO_MAP = {
     "AutoConfig": "configuration_chatglm.ChatGLMConfig",
     "AutoModel": "modeling_chatglm.GLM4VForCausalLM",
@@ -298,7 +306,7 @@ AUTO_MAP = {
 }
 
 PROCESSOR_CLASS = "ChatGLMProcessor"
-# All classes that a saved file may name.
+# The auto_map entries of all files that are saved, also of the processor's and the tokenizer's.
 FULL_AUTO_MAP: dict[str, Any] = AUTO_MAP | {
     "AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor",
     "AutoProcessor": f"processing_chatglm.{PROCESSOR_CLASS}",
@@ -307,9 +315,9 @@ FULL_AUTO_MAP: dict[str, Any] = AUTO_MAP | {
 
 
 def _known_quantization_keys(quantization_config: dict) -> dict:
-    """Return the settings of a quantization config that its class would save.
+    """Return the settings of a quantization config that transformers' class for it would save.
 
-    All settings are returned if the package of the quantization method is not installed.
+    Return all settings if that class rejects them, or if its package is not installed.
     """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -321,16 +329,18 @@ def _known_quantization_keys(quantization_config: dict) -> dict:
 
 
 def _model_auto_map(auto_map: dict | None) -> dict:
-    """Return our ``auto_map``, keeping references ``repository--module.Class`` to our classes.
+    """Return our ``auto_map``, but keep ``repository--module.Class`` references to our classes.
 
-    A config has such references if its folder has weights but no code.
+    Such a reference names the repository that has the code, if the config's folder has only
+    weights.
     """
     references = {
         name: value
         for name, value in (auto_map or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
-    # The published code's config class has this name, too: a reference to it alone proves nothing.
+    # The published code's config class has the same name as ours, so that a reference to this class
+    # alone may mean the published code.
     return AUTO_MAP | (references if references.keys() - {"AutoConfig"} else {})
 
 
@@ -338,8 +348,8 @@ def _model_auto_map(auto_map: dict | None) -> dict:
 class EVA2CLIPVisionConfig:
     """The ``vision_config`` of a glm-4v, validated.
 
-    ``patch_size`` and ``image_size`` are in pixels; ``num_positions`` counts patches and the class
-    token.
+    ``patch_size`` and ``image_size`` are sides of squares in pixels. ``num_positions`` counts
+    patches and the class token. Image features are divided by ``scaling_factor``.
     """
 
     hidden_size: int = 1792
@@ -388,16 +398,16 @@ class EVA2CLIPVisionConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of one image."""
+        """Number of patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def num_image_tokens(self) -> int:
-        """Inner tokens of one image, without begin and end: patches after a 2 x 2 convolution."""
+        """Number of tokens between an image's begin and end: one for each 2 x 2 patches."""
         return (self.image_size // self.patch_size // 2) ** 2
 
 
-# Fields of the published file with the only supported value, which every checkpoint has.
+# Fields of the published config.json that have one supported value, the one in every checkpoint.
 FIXED_FIELDS = {
     "multi_query_attention": True,
     "rmsnorm": True,
@@ -438,8 +448,8 @@ DEFAULTS = FIXED_FIELDS | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
-# The settings of transformers' base class that are saved for a glm-4v. Its other settings name
-# classes, or are options of generation, which have their own file.
+# The settings of transformers' base class that are saved for a glm-4v. The other settings of that
+# class name classes, or are options of generation, which have their own file.
 TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "architectures",
     "auto_map",
@@ -458,7 +468,7 @@ TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "transformers_version",
 )
 SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *TRANSFORMERS_FIELDS}
-# Checks for check_setting_types: each setting's size limit, or a check by the type of its default.
+# Each setting's check for check_setting_types: its size limit, or a check for its default's type.
 CHECK_OF_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
 MODEL_SETTINGS: dict[str, str | int] = {
     name: CHECK_OF_TYPE[type(default)]
@@ -481,37 +491,39 @@ GENERAL_SETTINGS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype":
 GENERAL_SETTINGS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
 GENERAL_SETTINGS |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
 GENERAL_SETTINGS |= {"problem_type": "text", "transformers_version": "text"}
-# Model classes, ours and the published ones, that a config file may name.
+# The model classes that a config file may name: ours and those of the published code.
 KNOWN_ARCHITECTURES = {reference.rpartition(".")[2] for reference in AUTO_MAP.values()}
 KNOWN_ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
 # Attributes in which transformers looks for the config of a model's decoder.
 TEXT_CONFIG_NAMES = ("decoder", "generator", "text_config", "text_encoder")
 KV_HEADS_ALIAS = "num_key_value_heads"
-# The keyword by which transformers' pipelines pass their task to from_pretrained.
+# The keyword in which transformers' pipelines pass their task to from_pretrained.
 PIPELINE_TASK = "_from_pipeline"
-# transformers 4 sets these in the base class, to values of its own; transformers 5 does not.
+# The base class of transformers 4 overwrites these fields with its own defaults.
 COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 class ChatGLMConfig(PretrainedConfig):
     """Configuration of :class:`GLM4VForCausalLM`; ``ChatGLMConfig()`` is glm-4v-9b.
 
-    The fields are those of :data:`DEFAULTS`. Only the first one here is in the published file:
+    :data:`DEFAULTS` lists the fields. Of the fields below, the published file has only
+    ``original_rope``.
 
     Args:
-        original_rope: Rotate neighboring channels, as glm-4v does. ``False``, in cogagent-9b's
-            file, rotates the halves of the rotated channels.
-        rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
-            the published code does, with which the weights were trained.
+        original_rope: Rotate pairs of neighboring channels, as glm-4v does. ``False``, as in
+            cogagent-9b's file, pairs channels of the two halves of the rotated channels.
+        rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype, as
+            the published code does and as the weights were trained.
         skip_logits: In training with labels, compute only the loss, in chunks of
             ``loss_chunk_size`` supervised tokens; the output's ``logits`` is then ``None``.
         initializer_range: Standard deviation of randomly initialized weights.
         image_token_id: The id of an image's inner tokens in expanded prompts, for trainers that
-            count them; the model accepts any id there. ``None`` if the vocabulary is too small.
+            count these tokens; the model accepts any id between begin and end. ``None`` if the
+            vocabulary is too small.
     """
 
     model_type = "chatglm"
-    # A Trainer would collect these as predictions of an evaluation.
+    # Outputs that a Trainer would otherwise collect as predictions of an evaluation.
     keys_to_ignore_at_inference = ["past_key_values", "cache", "image_hidden_states"]
     attribute_map = {
         "num_hidden_layers": "num_layers",
@@ -529,7 +541,8 @@ class ChatGLMConfig(PretrainedConfig):
             if alias not in kwargs:
                 continue
             value = kwargs.pop(alias)
-            if alias == KV_HEADS_ALIAS:  # to_dict writes both; callers change the alias, which wins
+            # to_dict writes both names of this field. Callers change the alias, so the alias wins.
+            if alias == KV_HEADS_ALIAS:
                 kwargs[name] = value
             if kwargs.setdefault(name, value) != value:
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
@@ -543,7 +556,7 @@ class ChatGLMConfig(PretrainedConfig):
         if image_token_id is None and self.padded_vocab_size > IMAGE_TOKEN_ID:
             image_token_id = IMAGE_TOKEN_ID
         self.image_token_id = image_token_id
-        # A plain dict, as in the published file: vLLM and others index it.
+        # The published file has a plain dict here, which vLLM and others index.
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
         self._refuse_unsupported()
         kwargs["auto_map"] = _model_auto_map(kwargs.get("auto_map"))
@@ -555,11 +568,11 @@ class ChatGLMConfig(PretrainedConfig):
     def from_config(cls, config: PretrainedConfig) -> "ChatGLMConfig":
         """Convert a config of another class to this one.
 
-        The other class may be the published code's, or vLLM's, which vLLM registers for the whole
-        process. An object of this class is returned as it is.
+        That class may be the published code's, or the one of vLLM, which vLLM registers for the
+        whole process. A config of this class is returned as it is.
 
         Raises:
-            ValueError: ``config`` is not that of a glm-4v.
+            ValueError: ``config`` is not a glm-4v's.
         """
         if isinstance(config, cls):
             return config
@@ -580,9 +593,9 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a config as transformers does, and store a pipeline's task for the model's loading.
+        """Load a config as transformers does, and store a pipeline's task in it.
 
-        The task is stored as an attribute that is never saved.
+        The model's ``from_pretrained`` reads the task from this attribute, which is never saved.
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if kwargs.get(PIPELINE_TASK) is not None:
@@ -606,7 +619,8 @@ class ChatGLMConfig(PretrainedConfig):
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
         check_setting_types(config_dict, GENERAL_SETTINGS, "config.json")
-        # A null value is harmless. num_labels is a property that may be set.
+        # Keys that would overwrite attributes of the class, such as methods; null values of them
+        # are dropped. num_labels is a property that a config file may set.
         class_attributes = [
             name
             for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"}
@@ -643,7 +657,7 @@ class ChatGLMConfig(PretrainedConfig):
             ) from error
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as transformers does, but only settings of glm-4v; other settings are logged."""
+        """Save as transformers does, but only settings of glm-4v; log all other settings."""
         values, own = super().to_diff_dict(), self.to_diff_dict()
         unknown = [
             name for name in values if name not in SAVED_CONFIG_FIELDS | self.attribute_map.keys()
@@ -654,15 +668,15 @@ class ChatGLMConfig(PretrainedConfig):
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
-        """Return all settings, with the ``auto_map`` of code in the same folder."""
-        # peft reads the dict, which has no aliases.
+        """Return all settings, with an ``auto_map`` that refers to code in the same folder."""
+        # peft reads this alias from the dict.
         heads = {KV_HEADS_ALIAS: self.multi_query_group_num}
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
         values.pop(PIPELINE_TASK, None)
         return values
 
     def to_diff_dict(self) -> dict:
-        """Return the settings to save: those of glm-4v, unless the published fields imply them."""
+        """Return the settings to save: those of glm-4v, without a few that have their defaults."""
         values = {
             k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS
         }
@@ -681,8 +695,10 @@ class ChatGLMConfig(PretrainedConfig):
 
     @property
     def rotary_distance(self) -> int:
-        """Number of channels between the two of a rotated pair: 1, or with ``original_rope`` false
-        half of the rotated channels (as GPT-NeoX rotates)."""
+        """Distance between the two channels of a rotated pair.
+
+        It is 1, or if ``original_rope`` is false half of the rotated channels (as in GPT-NeoX).
+        """
         return 1 if self.original_rope else self.kv_channels // 4
 
     @property

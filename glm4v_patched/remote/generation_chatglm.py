@@ -1,8 +1,9 @@
 """The model's side of transformers' ``generate``.
 
-``generate`` counts the tokens of the unexpanded prompt while the cache counts expanded positions,
-so the prompt is expanded here, at prefill. Decode steps add no host synchronization: their inputs
-follow from the :class:`ExpandedPrompt` and the number of generated tokens.
+``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded positions.
+So this module expands the prompt itself, before the prefill (the pass that fills the cache). In
+decode steps the host never waits for the device: it computes their inputs from the
+:class:`ExpandedPrompt` and the number of generated tokens.
 """
 
 from copy import copy
@@ -39,16 +40,17 @@ from .keywords import (
 )
 from .masks import decode_mask
 
-# Where generate compiles decode steps, sizes of its static caches are rounded up to a multiple of
-# this, because a step is compiled anew for every size.
+# The sizes of static caches are rounded up to a multiple of this number on devices where generate
+# compiles decode steps, because every size needs its own compilation.
 STATIC_CACHE_MULTIPLE = 64
-DEVICES_WITHOUT_COMPILATION = ("cpu",)  # unless the caller asks for it
+DEVICES_WITHOUT_COMPILATION = ("cpu",)  # generate compiles there only if the caller asks for it
 
+# A name's suffix lists the tensor's dimensions: new_ids_BN is (B, N).
 # Shapes: B sequences, L length of input_ids, R expanded length, N new tokens, K keys of the cache.
 
 
 def known_options(generation_config: GenerationConfig) -> GenerationConfig:
-    """Return a copy to be saved, with only the options that transformers defines."""
+    """Return a copy for saving, with only the options that transformers defines; log the others."""
     known = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
     log_unknown(unknown, "generation_config.json")
@@ -60,7 +62,7 @@ def known_options(generation_config: GenerationConfig) -> GenerationConfig:
 class ChatGLMGenerationMixin(GenerationMixin):
     """Mixin that adds generation to a model whose decoder is its ``transformer``."""
 
-    # transformers recognizes its mixin by name, which the name of this class has to contain.
+    # The name of this class has to contain "GenerationMixin", by which transformers recognizes it.
 
     config: ChatGLMConfig
     transformer: Any
@@ -94,12 +96,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ) -> dict:
         """Prepare the inputs of ``forward`` for the tokens that are not in the cache yet.
 
-        A prefill expands image placeholders and slices off the cached part. A decode step, after
-        ``expanded_prompt`` is in the cache, expands nothing and does not wait for the device; with
-        a static cache all steps have the same shapes.
+        For a prefill, this method expands image placeholders and slices off the cached part. Once
+        ``expanded_prompt`` is in the cache, it prepares decode steps: it then expands nothing and
+        does not wait for the device, and with a static cache all steps have the same shapes.
 
         Args:
-            prompt_length: Number of unexpanded prompt tokens in ``input_ids``.
+            prompt_length: Number of columns of ``input_ids`` that are (unexpanded) prompt.
+            expanded_prompt: From :meth:`_expand_inputs_for_generation`.
+            cache: The name of ``past_key_values`` since transformers 5.24.
         """
         check_overridden_methods()
         cache = resolve_cache(past_key_values, cache)
@@ -136,12 +140,15 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _inputs_from_embeds(
         self, batch: UnexpandedBatch, inputs_embeds, images_by_name: dict, cache, is_first
     ) -> dict[str, Any]:
+        """Return the inputs of a pass over embeddings, or over the id that was generated last."""
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
-        # Before the first generated token there are no ids, unless they came beside embeddings.
+        # Before the first generated token there are no ids, unless the caller passed ids beside the
+        # embeddings.
         if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
-            # As everywhere in transformers, embeddings are those of the whole sequences.
+            # As everywhere in transformers, inputs_embeds covers the whole sequences, with their
+            # cached part.
             num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
             if num_new < 1:
                 raise ValueError(
@@ -151,7 +158,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
             inputs["input_ids"] = batch.input_ids[:, -num_new:]
-        # generate's own position_ids count every cached image token: the cache's metadata wins.
+        # generate's own position_ids count every cached image token, so they are used only if the
+        # cache's metadata does not tell the position id.
         if batch.position_ids is not None and find_metadata(cache, past_length) is None:
             inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
@@ -159,6 +167,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _inputs_from_ids(
         self, batch: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
     ) -> dict[str, Any]:
+        """Return the inputs of a prefill: the expanded ids after the cache, and their images."""
         past_length = cached_length(cache)
         if expanded_prompt is not None and expanded_prompt.input_ids is batch.input_ids:
             expanded = expanded_prompt.batch
@@ -167,7 +176,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 batch = batch._replace(position_ids=expanded_prompt.position_ids)
             expanded = self._expand_batch(batch, images, past_length, prompt_length)
         length = expanded.input_ids.shape[1]
-        # A cache may be longer than the sequences: peft's virtual tokens have no ids.
+        # A cache may be longer than the sequences, because peft's virtual tokens have no ids.
         first = min(past_length, length - 1)
         inputs = {
             "input_ids": expanded.input_ids[:, first:],
@@ -190,9 +199,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length: int,
         prompt_length: int | None,
     ) -> ExpandedBatch:
+        """Expand whole sequences, of which ``past_length`` expanded positions are cached."""
         if batch.attention_mask is None:
-            # transformers 5 drops a mask of ones. It is needed, because sequences may expand to
-            # different lengths, and position ids without a mask mean packed sequences.
+            # transformers 5 drops a mask of ones. A mask is needed, because sequences may expand to
+            # different lengths, and because position ids without a mask mean packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
         positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
         batch = batch._replace(position_ids=positions, num_cached=past_length)
@@ -207,8 +217,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         num_generated = prompt.num_generated(input_ids)
         length = self._checked_length(prompt, cache, num_generated)
         past_length = length - num_uncached
-        # A copy: a slice has the strides of input_ids, which change in each step, and a step would
-        # be compiled anew.
+        # A copy is needed, because a slice has the strides of input_ids. They change in each step,
+        # which would then be compiled anew.
         new_ids_BN = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
             "input_ids": new_ids_BN,
@@ -231,7 +241,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _checked_length(self, prompt: ExpandedPrompt, cache: Cache, num_generated: int) -> int:
-        """Return the cache length after the generated tokens, checked against all limits."""
+        """Return the cache length with the generated tokens.
+
+        Raises:
+            ValueError: The length exceeds the cache's capacity, or a position id ``seq_length``.
+        """
         length = prompt.length + num_generated
         check_position(prompt.batch.last_position + num_generated, self.config.seq_length)
         check_cache_capacity(cache, length)
@@ -243,13 +257,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Turn the inputs of one decode step into those of the next, in place.
 
         Args:
-            inputs: As :meth:`prepare_inputs_for_generation` or this method left them.
-            new_ids_B1: The newest generated tokens.
-            num_generated: Tokens generated so far, the newest included.
+            inputs: From :meth:`prepare_inputs_for_generation`, and changed by each call since.
+            new_ids_B1: ``(B, 1)``, the newest generated tokens.
+            num_generated: Number of tokens generated so far, including the newest.
 
         Returns:
-            Whether ``inputs`` were advanced, which needs a static cache and a 4D mask; else they
-            are unchanged.
+            Whether ``inputs`` were advanced. Without a static cache and a 4D mask they stay as they
+            are.
         """
         cache, mask = inputs[CACHE_KEYWORD], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -257,7 +271,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         length = self._checked_length(prompt, cache, num_generated)
         inputs["input_ids"] = new_ids_B1
         inputs["position_ids"].add_(1)
-        # A visible key has True in a boolean mask, and 0 in a mask that is added to the scores.
+        # Make the new key visible: True in a boolean mask, 0 in a mask that is added to the scores.
         mask[..., length - 1].fill_(mask.dtype == torch.bool)
         if "cache_position" in inputs:
             inputs["cache_position"].add_(1)
@@ -276,13 +290,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # A trainer would take a generated image id for a lost image, so image ids are suppressed,
-        # also beside other ids in suppress_tokens; an empty suppress_tokens allows all ids. The
-        # processor comes first, so that top-k and the like see its result. It is not merged with
-        # that of suppress_tokens, which a caller's processor of the same class would replace.
+        # Image ids are never generated, because a trainer would take them for images that were
+        # lost. Only an empty suppress_tokens allows them. This processor comes first, so that top-k
+        # and the like see its result. It stays apart from transformers' own processor for
+        # suppress_tokens, because a caller's processor of the same class replaces that one.
         suppressed = generation_config.suppress_tokens
         if suppressed is None or len(suppressed):
-            # generate passes the device of its ids; self.device is "meta" with offloaded weights.
+            # generate passes the device of its ids. (self.device is "meta" if weights are
+            # offloaded.)
             device = str(options.get("device", self.device))
             image_ids = self._image_token_ids()
             processors.insert(0, SuppressTokensLogitsProcessor(image_ids, device=device))
@@ -302,7 +317,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         embeds = model_kwargs.get("inputs_embeds")
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Before the first generated token; an assistant model may get prompt_length passed.
+            # Nothing has been generated yet, so all ids are prompt. (An assistant model may be
+            # called with a prompt_length.)
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
@@ -313,7 +329,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
-            if sum(counts) == len(images):  # else no image is needed: all are in the cache
+            if sum(counts) == len(images):  # otherwise all images are cached, and none is needed
                 per_sequence = images.split(counts)
                 images = torch.cat([group.repeat(expand_size, 1, 1, 1) for group in per_sequence])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
@@ -331,6 +347,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> ExpandedPrompt:
+        """Expand the prompt of a ``generate`` call; raise ``ValueError`` if it ends in padding."""
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
         prompt_length = model_kwargs["prompt_length"]
@@ -349,8 +366,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def generate_batch(self, *args, **kwargs):
         """Refuse transformers' continuous batching.
 
-        It passes token ids without images, counts position ids by column, and treats prompts with
-        equal ids as equal.
+        Continuous batching passes token ids without images, counts position ids by column, and
+        treats prompts with equal ids as equal.
 
         Raises:
             ValueError: Always.
@@ -364,11 +381,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        # transformers sizes a static cache by the unexpanded prompt.
+        # transformers computes the size of a static cache from the unexpanded prompt.
         prompt = model_kwargs.get("expanded_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
-            # The last token needs no position id: nothing is computed after it.
+            # The last generated token needs no position id, because no pass reads it.
             max_generated = self.config.seq_length - prompt.batch.last_position
             greatest_length = prompt.input_ids.shape[1] + max_generated
             if generation_config.max_length > greatest_length:
@@ -383,7 +400,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_candidate_generator(self, generation_config, **options):
-        # Candidates of prompt lookup may exceed max_length, and verifying them needs position ids.
+        # Prompt lookup may propose candidates beyond max_length, which may have no position ids.
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config, **options
         )
@@ -402,7 +419,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
 
 def _extend_position_ids(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Extend position ids to ``length``: generate in transformers 4 keeps those of the prompt."""
+    """Extend position ids to ``length``: generate of transformers 4 passes only the prompt's."""
     if position_ids is None or position_ids.shape[1] >= length:
         return position_ids
     steps = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
@@ -414,7 +431,7 @@ def _uncached_images(
 ) -> Tensor | None:
     """Return the images that begin after the cached part.
 
-    ``images`` are those of the whole sequences, or already only the uncached ones.
+    ``images`` are the images of the whole sequences, or already only the uncached images.
 
     Raises:
         ValueError: The cache ends inside an image.

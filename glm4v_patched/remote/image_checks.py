@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-# Shapes: B sequences, L length of input_ids, P length of the cache.
+# Shapes: B sequences, L length of input_ids, P number of cached positions.
 
 
 class ImageFormat(NamedTuple):
@@ -16,9 +16,9 @@ class ImageFormat(NamedTuple):
 
     begin_id: int
     end_id: int
-    num_image_tokens: int
+    num_image_tokens: int  # inner tokens of an image, without begin and end
     vocab_size: int
-    max_positions: int
+    max_positions: int  # position ids are below this number
 
 
 class UnexpandedBatch(NamedTuple):
@@ -29,15 +29,16 @@ class UnexpandedBatch(NamedTuple):
         attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask, for an expanded
             prompt.
         position_ids: ``(B, L)`` or ``(1, L)``. In an expanded prompt the inner tokens of an image
-            may share one position id, or be counted one by one (by a collator that knows no
-            images). Where position ids restart at 0, a new packed sample begins; a mask of
+            may share one position id, or be counted one by one (as by a collator that does not know
+            about images). Where position ids restart at 0, a new packed sample begins; a mask of
             ones beside them is ignored.
         labels: ``(B, L)`` int64.
-        label_after: ``(B, 1)`` int64, the label of the token after the last one, if any.
-        past_length: ``P``, the number of cached positions.
+        label_after: ``(B, 1)`` int64, the label of the token that would follow ``input_ids``.
+        past_length: ``P``, the number of cached positions before ``input_ids``.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached: If ``input_ids`` has whole sequences: how many expanded positions are cached.
+        num_cached: Number of expanded positions of ``input_ids`` itself that are cached already.
+            (``past_length`` is then 0, because ``input_ids`` has the whole sequences.)
     """
 
     input_ids: Tensor
@@ -72,7 +73,7 @@ def check_shapes(batch: UnexpandedBatch) -> None:
             "mask itself"
         )
     for name, values in (("position_ids", batch.position_ids), ("labels", batch.labels)):
-        # Sizes are symbols in a graph: only complete shapes can be compared.
+        # In a graph, sizes are symbols, so whole shapes are compared instead of sizes.
         if values is None or values.shape == batch.input_ids.shape:
             continue
         if name == "position_ids" and values.shape == (1, length):
@@ -84,13 +85,13 @@ def check_shapes(batch: UnexpandedBatch) -> None:
         )
 
 
-# Statistics that need labels, position_ids, a mask or a cache.
+# Names of the statistics that only batches with labels, position_ids, a mask or a cache have.
 OPTIONAL_STATS = ["smallest_label", "largest_label", "labels_inside", "starts_inside"]
 OPTIONAL_STATS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "steps_back"]
 
 
 def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
-    """Copy all statistics to the host in one transfer; missing optional ones are 0."""
+    """Copy all statistics to the host in one transfer; missing optional statistics become 0."""
     numbers = torch.stack([value.long() for value in stats.values()]).tolist()
     return dict.fromkeys(OPTIONAL_STATS, 0) | dict(zip(stats, numbers, strict=True))
 
@@ -108,7 +109,7 @@ def assert_in_graph(
         may_expand: Whether the graph takes unexpanded prompts, too.
 
     Returns:
-        The statistics of a valid batch, so far as they are known when the graph is traced.
+        The statistics that every valid batch has, and the worst case for those that vary.
     """
     last_id = image_format.vocab_size - 1
     expected: dict = {"begins": num_images, "ends": num_images, "pairs": num_images}
@@ -121,7 +122,7 @@ def assert_in_graph(
     else:
         expected["length"] = length
     # A batch without a mask gets one if its sequences may expand to different lengths. A packed
-    # batch must have no mask, hence equal lengths.
+    # batch must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
         expected["shortest"], has_equal_lengths = stats["length"], True
@@ -162,8 +163,8 @@ def check_images(
             "already, at this model's image_size)"
         )
     uncached = stats["pairs_after_cache"]
-    # The images are those of the whole sequences, or only those after the cache. If all are
-    # cached, the model reads no image.
+    # The caller may pass the images of the whole sequences, or only those after the cache. If all
+    # images are cached, the model reads none of them.
     are_all_cached = num_cached > 0 and not uncached and num_images <= pairs
     if num_images not in (pairs, uncached) and not are_all_cached:
         raise ValueError(
@@ -179,7 +180,7 @@ def check_batch_values(
     image_format: ImageFormat,
     num_items_in_batch: Tensor | int | None,
 ) -> None:
-    """Raise ``ValueError`` for ids, labels, masks or position ids that cannot be computed."""
+    """Raise ``ValueError`` for ids, labels, masks or position ids that the model cannot take."""
     for kind, subject, cure in (
         ("id", "input_ids has id", "use the tokenizer of this model, or resize_token_embeddings"),
         ("label", "labels has", "give an id of the vocabulary, or -100 for an unsupervised token"),
@@ -223,9 +224,9 @@ def check_batch_values(
 
 
 def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
-    """Raise ``ValueError`` if a Trainer counted labels inside images, which are ignored here.
+    """Raise ``ValueError`` if a Trainer may have counted labels inside images in the divisor.
 
-    The count of all labels needs a further transfer from the device.
+    The loss ignores these labels. Counting all labels needs another transfer from the device.
     """
     assert labels is not None
     num_labels = int((labels[:, 1:] != -100).sum())
@@ -239,7 +240,7 @@ def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> N
 
 
 def check_position(last_position: int, max_positions: int) -> None:
-    """Raise ``ValueError`` if a position id is beyond ``seq_length`` of the config."""
+    """Raise ``ValueError`` if a position id is not below ``seq_length`` of the config."""
     if last_position >= max_positions:
         raise ValueError(
             f"a sequence reaches position id {last_position}, but the position table ends at "

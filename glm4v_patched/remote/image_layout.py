@@ -1,11 +1,11 @@
-"""Expansion of image placeholders: where images are in a sequence, and all that follows from it.
+"""Expansion of image placeholders, with the position ids, mask and labels of the expanded tokens.
 
-An image is marked by a begin and an end id. In an unexpanded prompt (the published form) one
-placeholder id is between them; in an expanded prompt (which our processor makes) there is one id
-for each of the image's inner tokens. The rest of the model sees expanded prompts only.
+A begin id and an end id mark an image. In an unexpanded prompt (the form of the published code) one
+placeholder id is between them. In an expanded prompt (which our processor makes) one id for each of
+the image's inner tokens is between them. The rest of the model computes expanded prompts only.
 
-An image takes ``num_image_tokens + 2`` tokens but only three position ids: begin has ``p``, all
-inner tokens share ``p + 1``, end has ``p + 2``.
+An image takes ``num_image_tokens + 2`` tokens but only three position ids: its begin has ``p``, all
+of its inner tokens share ``p + 1``, and its end has ``p + 2``.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .image_checks import (
     stats_to_host,
 )
 
-# Shapes: B sequences, L length of input_ids, R expanded length, P length of the cache.
+# Shapes: B sequences, L length of input_ids, R expanded length, P number of cached positions.
 
 
 class ExpandedBatch(NamedTuple):
@@ -31,17 +31,17 @@ class ExpandedBatch(NamedTuple):
 
     Attributes:
         input_ids: ``(B, R)`` int64.
-        position_ids: ``(B, R)`` int64; the inner tokens of an image share one.
-        image_mask: ``(B, R)`` bool, true from begin to end of an image.
+        position_ids: ``(B, R)`` int64; the inner tokens of an image share one position id.
+        image_mask: ``(B, R)`` bool, true from begin to end of an image, both included.
         attention_mask: ``(B, P + R)``, or the 4D mask that was passed; ``None`` if not needed.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and at the first token of a
-            sequence or packed sample. ``(B, R + 1)`` with a label after the last token.
-        packed_position_ids: ``(B, R)``, for packed sequences only: counts every token and restarts
-            at 0 with each sample.
+            sequence or packed sample. ``(B, R + 1)`` if ``UnexpandedBatch.label_after`` was passed.
+        packed_position_ids: ``(B, R)``, for packed sequences only: the index of each token in its
+            sample (inner tokens of an image are counted one by one).
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
-        text_only_from: From this column on, all sequences are text whose position ids increase by
-            1; it is 0 if all columns are such text and continue the cache.
+        text_only_from: The first column from which on all sequences are text whose position ids
+            increase by 1. It is 0 if all columns are such text and continue the cache.
     """
 
     input_ids: Tensor
@@ -56,24 +56,24 @@ class ExpandedBatch(NamedTuple):
 
 
 class _ImageSpans(NamedTuple):
-    """Masks ``(B, L)`` of images: a begin id whose next marker is an end id begins an image."""
+    """Masks ``(B, L)`` of images. A begin id begins one if the next begin or end id is an end."""
 
     begin_ids: Tensor  # all begin ids of the prompt, also those without an end
-    end_ids: Tensor
-    is_begin: Tensor
-    is_inside: Tensor
-    is_end: Tensor
-    is_placeholder: Tensor
-    inner_length: Tensor  # int64, at begin ids: the number of ids before the end
+    end_ids: Tensor  # all end ids of the prompt, also those without a begin
+    is_begin: Tensor  # begin ids that have an end
+    is_inside: Tensor  # ids between begin and end
+    is_end: Tensor  # end ids of images with at least one inner id
+    is_placeholder: Tensor  # the only id between begin and end
+    inner_length: Tensor  # int64, read at begin ids: the number of ids before the next marker
 
 
 class _BatchAnalysis(NamedTuple):
-    """Everything about a batch that its expansion needs."""
+    """Statistics, masks and position ids of a batch, from which its expansion is computed."""
 
-    stats: dict[str, int]
-    may_expand: bool
-    padding_mask: Tensor | None  # (B, P + L)
-    current_mask: Tensor | None  # (B, L)
+    stats: dict[str, int]  # statistics on the host, by name; see _analyze_batch
+    may_expand: bool  # whether the expanded length may differ from L
+    padding_mask: Tensor | None  # (B, P + L), the 2D mask that was passed, with 1 inside images
+    current_mask: Tensor | None  # (B, L), the columns of padding_mask after the cache
     positions: Tensor  # (B, L)
     repeats: Tensor  # (B, L) int64, the number of expanded tokens of each id
 
@@ -87,22 +87,24 @@ def expand_image_placeholders(
 ) -> ExpandedBatch:
     """Expand the image placeholders of a batch, and everything that is aligned with its tokens.
 
-    A sequence may have any number of images; an expanded prompt is left alone. Sequences that
+    A sequence may have any number of images; expanded images stay as they are. Sequences that
     become shorter than the longest are padded on the left, as generation needs it. Outside of
-    graphs the host computes the expansion: on a GPU, each of its hundreds of small operations would
-    be a kernel launch. The result is on the device of ``input_ids``.
+    compiled graphs the CPU computes the expansion: on a GPU, each of its hundreds of small
+    operations would be a kernel launch. The result is on the device of ``input_ids``.
+
+    Compiled and exported graphs expect expanded prompts; an exported program with images takes
+    unexpanded prompts, too.
 
     Args:
-        num_images: Number of images that come with the batch; with ``num_cached``, those of the
-            whole sequences or those after the cache.
-        prompt_length: Columns from here on are generated: begin and end ids among them are
-            ordinary tokens. Default: all columns are the prompt.
+        num_images: Number of images that come with the batch. With ``batch.num_cached`` these are
+            the images of the whole sequences or only those after the cache.
+        prompt_length: Number of columns that are prompt. All later columns are generated, and begin
+            and end ids among them are ordinary tokens. Default: all columns are prompt.
         num_items_in_batch: The divisor of the summed loss, if known.
 
     Raises:
-        ValueError: The batch is invalid; the message has both numbers and the cure. Compiled and
-            exported graphs raise a ``RuntimeError`` when they run. They expect expanded prompts
-            (an exported program with images takes unexpanded ones, too).
+        ValueError: The batch is invalid; the message has the numbers and the cure.
+        RuntimeError: A compiled or exported graph runs on an invalid batch.
     """
     check_shapes(batch)
     device = batch.input_ids.device
@@ -117,7 +119,7 @@ def expand_image_placeholders(
     is_packed = batch.position_ids is not None and not batch.past_length
     is_packed = is_packed and (attention_mask is None or stats["restarts"] > 0)
     if is_packed:
-        # Position ids separate the samples; a mask of ones would join them.
+        # Position ids separate the samples of a packed sequence; a mask of ones would join them.
         attention_mask = None
         analysis = analysis._replace(padding_mask=None, current_mask=None)
     if labels is not None:
@@ -147,7 +149,7 @@ def expand_image_placeholders(
 
 
 def _move_inputs(batch: Any, device: torch.device) -> Any:
-    """Move all 2D tensors to a device and cast labels to int64. A 4D mask is left alone."""
+    """Move all 2D tensors to a device and cast labels to int64. A 4D mask stays where it is."""
     moved = {}
     for name, values in batch._asdict().items():
         if isinstance(values, Tensor) and values.ndim == 2:
@@ -170,8 +172,9 @@ def _expand(
         )
     ends = analysis.repeats.cumsum(dim=1)
     num_padding = length - ends[:, -1:]
-    # The index of a column's source id is the number of ids that end before the column.
-    # (searchsorted would wake all threads for a few ids.)
+    # ``source`` is, for each expanded column, the column of its id in input_ids. This is the number
+    # of ids whose expanded tokens end before the column. (searchsorted would compute the same, but
+    # wake all threads for a few ids.)
     is_end_column = ends.new_zeros(ends.shape[0], length + 1)
     is_end_column.scatter_(1, ends + num_padding, 1)
     source = is_end_column.cumsum(dim=1)[:, :-1]
@@ -206,20 +209,23 @@ def _expand(
 def _find_images(
     input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
 ) -> _ImageSpans:
+    """Find images by their begin and end ids, in the first ``prompt_length`` columns."""
     batch_size, length = input_ids.shape
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     is_prompt = columns < (length if prompt_length is None else prompt_length)
     begin_ids = (input_ids == image_format.begin_id) & is_prompt
     end_ids = (input_ids == image_format.end_id) & is_prompt
     is_marker = begin_ids | end_ids
-    # ``markers`` lists -1, the columns of all markers, and ``length``. Columns without a marker are
-    # scattered to the last entry, which is read only if every column is a marker.
+    # A marker is a begin or end id. A row of ``markers`` lists -1, the columns of all markers, and
+    # ``length``. Columns without a marker are scattered to the last entry, which is read only if
+    # every column is a marker.
     count = is_marker.cumsum(dim=1)
     markers = count.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, count.masked_fill(~is_marker, length + 1), columns)
     last, following = markers.gather(1, count), markers.gather(1, count + 1)
-    # Where no marker precedes or follows, the clamped column has none, or is the column itself.
+    # Where no marker precedes, ``last`` is clamped to column 0; where none follows, ``following``
+    # is clamped to the last column. The clamped column has no marker, or is the column itself.
     follows_begin = begin_ids.gather(1, last.clamp(min=0))
     precedes_end = end_ids.gather(1, following.clamp(max=length - 1))
 
@@ -238,7 +244,7 @@ def _find_images(
 
 
 def _count_positions(input_ids, position_ids, current_mask, past_length, next_position) -> Tensor:
-    """Return the given position ids, or count them by the mask, from the cache on."""
+    """Return the position ids that were passed, or count them by the mask, after the cache's."""
     if position_ids is not None:
         return position_ids.expand_as(input_ids)
     if current_mask is None:
@@ -249,9 +255,9 @@ def _count_positions(input_ids, position_ids, current_mask, past_length, next_po
 
 
 def _recount_positions(position_ids, attention_mask, current_mask, spans: _ImageSpans) -> Tensor:
-    """Recount the position ids of sequences whose mask takes images for padding.
+    """Recount the position ids of sequences whose mask has 0 inside images.
 
-    generate makes such a mask, and position ids from it, if the placeholder is the padding id.
+    If the placeholder is the padding id, ``generate`` makes such a mask, and position ids from it.
     """
     from_mask = attention_mask.long().cumsum(dim=1) - 1
     is_padding = attention_mask == 0
@@ -262,7 +268,7 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
 
 def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
-    """Give all inner tokens of an expanded image one position id, unless they share it already."""
+    """Give all inner tokens of an expanded image one position id, unless they share one already."""
     is_extra = spans.is_inside & _shift_right(spans.is_inside)
     is_step = torch.diff(counted, prepend=counted[:, :1], dim=1) == 1
     surplus = (is_extra & is_step).long().cumsum(dim=1)
@@ -271,7 +277,7 @@ def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
 
 
 def _find_starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -> Tensor:
-    """Mark the first tokens of sequences and packed samples: nothing predicts these tokens."""
+    """Mark the first tokens of sequences and packed samples, which no token predicts."""
     starts = torch.zeros_like(positions, dtype=torch.bool)
     starts[:, 0] = True
     if current_mask is not None:
@@ -325,8 +331,8 @@ def _analyze_batch(
         stats["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
             stats |= _restart_stats(counted, current_mask)
-    # An exported program takes unexpanded and expanded prompts. In other graphs, prompts may be
-    # expanded if so many expanded images fit into the shape of the batch.
+    # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
+    # prompts are expanded, if the shape of the batch has space for so many expanded images.
     may_expand = torch.compiler.is_exporting() and num_images > 0
     num_expanded = num_images * (image_format.num_image_tokens + 2)
     may_be_expanded = may_expand or num_expanded <= input_ids.numel()
@@ -339,19 +345,23 @@ def _analyze_batch(
 
 
 def _find_breaks(batch: UnexpandedBatch, spans: _ImageSpans, positions: Tensor) -> Tensor:
-    """Mark every token except text at the previous position id + 1."""
+    """Mark all tokens of images, and text whose position id is not the previous one + 1."""
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     if not batch.past_length or batch.position_ids is not None:
-        steps[:, 0] = 0  # whether the first token continues the cache is unknown
+        steps[:, 0] = 0  # a break: it is unknown whether the first token continues the cache
     return spans.is_inside | spans.is_begin | spans.is_end | (steps != 1)
 
 
 def _image_stats(
     batch: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
 ) -> dict[str, Tensor]:
-    """Compute statistics of image ids; ``ends`` is the expanded column after each id."""
+    """Compute statistics of ids, such as the numbers of begin and end ids and of images (pairs).
+
+    Args:
+        ends: The expanded column after each id.
+    """
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
-    # The inner length that is furthest from 1, where an expanded image counts as 1.
+    # "inner_length" is the inner length that is furthest from 1; an expanded image counts as 1.
     lengths = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     return {
         "begins": spans.begin_ids.sum(),
@@ -365,6 +375,7 @@ def _image_stats(
 
 
 def _label_stats(batch: UnexpandedBatch, spans: _ImageSpans) -> dict[str, Tensor]:
+    """Compute the range of the supervised labels, and the number of labels inside images."""
     labels = batch.labels
     if labels is None:
         return {}
@@ -394,7 +405,7 @@ def _restart_stats(counted: Tensor, current_mask: Tensor) -> dict[str, Tensor]:
 
 
 def running_max(values: Tensor) -> Tensor:
-    """Return the running maximum of ``(B, L)`` values; a value below an earlier one must be 0."""
+    """Return the running maximum of ``(B, L)`` values, which must not decrease except to 0."""
     if not torch.compiler.is_exporting():
         return values.cummax(dim=1).values
     # ONNX has no cummax.
@@ -405,5 +416,5 @@ def running_max(values: Tensor) -> Tensor:
 
 
 def _shift_right(values: Tensor, fill: int = False) -> Tensor:
-    # Pad first: a graph with ``values[:, :-1]`` in it would not run on sequences of 2 ids.
+    # Pad before slicing: a graph with ``values[:, :-1]`` in it does not run on sequences of 2 ids.
     return torch.nn.functional.pad(values, (1, 0), value=fill)[:, :-1]

@@ -1,9 +1,9 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is that of the published code: PIL bicubic resize to a square without keeping the
-aspect ratio, division by 255, normalization with the CLIP constants, float32, channels first. An
-image gives the same pixels in every form in which it can be passed; an ambiguous one is refused
-(:func:`as_image`).
+aspect ratio, division by 255, normalization with the CLIP constants, float32, channels first. The
+pixels do not depend on the form in which an image is passed (:func:`as_image`); an image that can
+be read in several ways is refused.
 """
 
 import base64
@@ -26,8 +26,8 @@ if is_vision_available():
     import PIL.Image
     import PIL.ImageOps
 
-PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, for when Pillow is not installed
-EXIF_ORIENTATION = 0x0112  # the EXIF tag
+PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as a number, because Pillow may not be installed
+EXIF_ORIENTATION = 0x0112  # the EXIF tag that says how the camera was held
 FETCH_TIMEOUT_SECONDS = 60
 MAX_FETCHED_BYTES = 256 * 2**20
 # Suffixes of Pillow's raw modes with 16 bits per channel. ("BGR;16" has 16 bits per pixel.)
@@ -36,7 +36,7 @@ PILLOW_16_BIT_SUFFIXES = (";16B", ";16L", ";16N")
 
 SAVED_IMAGE_PROCESSOR_FIELDS = {"image_processor_type", "size", "patch_size", "resample"}
 SAVED_IMAGE_PROCESSOR_FIELDS |= {"do_convert_rgb", "image_mean", "image_std"}
-# Attributes with the name of the processor's class, in transformers 4 and 5.
+# Attributes that contain the name of the processor's class, in transformers 4 and 5.
 PROCESSOR_CLASS_KEYS = ("_processor_class", "processor_class")
 
 
@@ -44,11 +44,12 @@ class ChatGLMImageProcessor(BaseImageProcessor):
     """Image processor that makes ``pixel_values`` for the vision tower.
 
     Args:
-        size: Side of the square in pixels: an int or ``{"height": S, "width": S}``. The tower does
-            not interpolate its position embeddings, so it takes this size only.
+        size: Side of the square in pixels: an int or ``{"height": S, "width": S}``. It must be the
+            model's ``image_size``, because the tower does not interpolate position embeddings.
         patch_size: Side of a vision patch in pixels.
+        resample: Pillow's number of the resampling filter.
         do_convert_rgb: Convert every image to RGB. The published code leaves that to the caller.
-        image_mean, image_std: For each channel, on the 0..1 scale.
+        image_mean, image_std: A number for each channel, where pixel values range from 0 to 1.
     """
 
     model_input_names = ["pixel_values"]
@@ -84,12 +85,12 @@ class ChatGLMImageProcessor(BaseImageProcessor):
                 )
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as transformers does, but only settings of this class; other ones are logged."""
+        """Save as transformers does, but only settings of this class; log all other settings."""
         log_unknown(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
-        """Return the settings to save, here and in the processor's file, with the ``auto_map``."""
+        """Return the settings to save in this class's file and in the processor's file."""
         values = super().to_dict()
         own = {key: values[key] for key in SAVED_IMAGE_PROCESSOR_FIELDS if key in values}
         own |= {key: PROCESSOR_CLASS for key in PROCESSOR_CLASS_KEYS if values.get(key)}
@@ -107,11 +108,12 @@ class ChatGLMImageProcessor(BaseImageProcessor):
 
         Args:
             images: An image as :func:`as_image` takes it, a (nested) list of images, or a 4D array
-                or tensor of several.
+                or tensor of several images.
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
         Returns:
-            ``pixel_values``: float32 ``[number of images, 3, S, S]``, nested lists flattened.
+            ``pixel_values``: float32 ``[number of images, 3, S, S]``, for nested lists in the order
+            of the flattened list.
 
         Raises:
             ValueError: An image cannot be read or is ambiguous, or is not RGB and
@@ -143,8 +145,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             )
         size = (self.size["width"], self.size["height"])
         pixels = np.asarray(pil.resize(size, resample=self.resample))
-        # Division, because multiplication by 1 / 255 differs in the last bit. A lookup table of all
-        # 256 values takes a third of the time.
+        # Values are divided by 255, because multiplication by 1 / 255 differs in the last bit. A
+        # lookup table of all 256 values takes a third of the time of computing every pixel.
         values = np.arange(256, dtype=np.float32) / np.float32(255)
         channels = zip(self.image_mean, self.image_std, strict=True)
         for channel, (mean, std) in enumerate(channels):
@@ -158,14 +160,14 @@ def as_image(image) -> "PIL.Image.Image":
     Args:
         image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); an URL; base64, also
             as ``data:image/...``; the bytes of a file; or an array or tensor, ``(height, width)``
-            or with 1, 3 or 4 channels first or last. Values are 0 to 255, or 0 to 1 in floating
-            point; ``bool`` is black and white. The EXIF orientation is applied, also to a PIL
-            image.
+            or with 1, 3 or 4 channels first or last. Values of arrays and tensors are 0 to 255, or
+            0 to 1 in floating point; ``bool`` is black and white. The EXIF orientation is applied,
+            also to a PIL image.
 
     Raises:
         ValueError: The image cannot be read, or it is unknown which value is white or which
-            dimension has the channels. (A PIL image whose pixels were loaded no longer shows that
-            its file had 16 bits in each of several channels.)
+            dimension has the channels. (If a file has 16 bits in each of several channels, a PIL
+            image of it is refused only before its pixels are loaded; then it no longer shows this.)
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
         image = _open_image(image)
@@ -204,7 +206,7 @@ def _open_image(source) -> "PIL.Image.Image":
 
 @contextmanager
 def _as_value_error(name: str) -> Iterator[None]:
-    """Turn any exception of Pillow, or of a download, into ``ValueError``."""
+    """Turn any exception of Pillow, or of a download, into a ``ValueError`` that has ``name``."""
     try:
         yield
     except Exception as error:
@@ -212,7 +214,7 @@ def _as_value_error(name: str) -> Iterator[None]:
 
 
 class _HttpOnlyRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler of redirects to http and https alone: Python's own follows to ftp, too."""
+    """Handler that follows redirects to http and https only; Python's own follows ftp, too."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         if not newurl[:8].lower().startswith(("http://", "https://")):
@@ -243,9 +245,9 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
             f"{name} is {image.format}, which Pillow renders with another program: convert it to "
             "PNG"
         )
-    # Checked before the pixels are loaded, which makes Pillow forget the file's raw mode.
+    # This check comes before load(), with which Pillow forgets the file's raw mode.
     _refuse_high_bit_depth(name, _find_16_bit_mode(image))
-    with _as_value_error(name):  # files are decoded here, not when they are opened
+    with _as_value_error(name):  # Pillow decodes a file only here
         image.load()
         is_rotated = image.getexif().get(EXIF_ORIENTATION, 1) != 1
         image = PIL.ImageOps.exif_transpose(image) if is_rotated else image
@@ -254,7 +256,7 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
 
 
 def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
-    """Raise ``ValueError`` if ``mode``, one of more than 8 bits per channel, is not ``None``."""
+    """Raise ``ValueError`` if there is a ``mode``, which then has more than 8 bits per channel."""
     if mode is not None:
         raise ValueError(
             f"{name} has mode {mode!r}, with more than 8 bits, and it is unknown which value is "
@@ -264,7 +266,7 @@ def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
 
 
 def _find_16_bit_mode(image: "PIL.Image.Image") -> str | None:
-    """Return Pillow's raw mode of a file with 16 bits in each of several channels."""
+    """Return Pillow's raw mode if a file has 16 bits in each of several channels, else ``None``."""
     if image.mode.startswith("I"):
         return None
     for codec, _, _, arguments in getattr(image, "tile", ()):
@@ -277,7 +279,7 @@ def _find_16_bit_mode(image: "PIL.Image.Image") -> str | None:
 
 
 def _to_channels_last(array: np.ndarray) -> np.ndarray:
-    """Return an array ``(height, width, channels)``; ``ValueError`` if that is ambiguous."""
+    """Return an array ``(height, width, channels)``; raise ``ValueError`` if that is ambiguous."""
     if array.ndim == 2 and array.size:
         return array[..., None]
     if array.ndim != 3 or not array.size:
@@ -298,7 +300,7 @@ def _to_channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_uint8(array: np.ndarray) -> np.ndarray:
-    """Convert values 0 to 255, 0.0 to 1.0 or bool; ``ValueError`` for any others."""
+    """Convert values 0 to 255, 0.0 to 1.0 or bool; raise ``ValueError`` for any other values."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == bool:

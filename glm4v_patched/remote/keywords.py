@@ -1,8 +1,8 @@
 """Keyword arguments that transformers passes to a model, under the names of each release.
 
-Releases rename keywords: since 5.24 the cache is ``cache``, formerly the name of another argument.
-So a keyword is recognized by its name and the type of its value. An unknown keyword is an error,
-because dropping it silently would make generation slow or wrong.
+Releases rename keywords: since 5.24 the cache is called ``cache``, which was the name of another
+argument before. So a keyword is recognized by its name and the type of its value. An unknown
+keyword is an error, because dropping it silently would make generation slow or wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .configuration_chatglm import TESTED_TRANSFORMERS, ChatGLMConfig
 
 TRANSFORMERS_VERSION = transformers.__version__
-MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
-# transformers 4.57 needs the positions of the queries in the cache for masks and static caches.
+MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)  # of this transformers
+# Whether masks and static caches need the cache positions of the queries, as in transformers 4.57.
 NEEDS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 
@@ -48,15 +48,16 @@ def _find_cache_keyword() -> str:
     return names[0]
 
 
-# The name of the cache in this transformers: in outputs, in generate's keywords, and for masks.
+# The name of the cache in the installed transformers: in outputs, in generate's keywords, and in
+# create_causal_mask.
 CACHE_KEYWORD = _find_cache_keyword()
 OTHER_CACHE_KEYWORD = "cache" if CACHE_KEYWORD == "past_key_values" else "past_key_values"
-# transformers 5.3 slices the cached part off inputs_embeds.
+# Whether generate slices the cached part off inputs_embeds, as in transformers 5.3.
 SLICES_INPUTS_EMBEDS = Version("5.3") <= Version(TRANSFORMERS_VERSION) < Version("5.4")
 
 
 def cache_kwarg(cache: Any) -> dict[str, Any]:
-    """Return the cache as a keyword argument, under its name in this transformers."""
+    """Return the cache as a keyword argument, under its name in the installed transformers."""
     return {CACHE_KEYWORD: cache}
 
 
@@ -104,7 +105,8 @@ def _is_bool(value: Any) -> bool:
 
 
 # Keywords of packed attention (where samples end, and the longest length), with type checks.
-# "cache_position" is accepted but not passed on: transformers 4.57 sends it, the cache implies it.
+# transformers 4.57 also passes "cache_position". It is accepted but not passed on, because the
+# cache implies it.
 ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
     "cu_seq_lens_k": _is_lengths,
     "cu_seq_lens_q": _is_lengths,
@@ -115,11 +117,13 @@ ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
 ATTENTION_KWARGS = tuple(ATTENTION_CHECKS)
 ATTENTION_CHECKS["cache_position"] = _is_lengths
 
-# Callers find these in the signature of the model with a head and pass them to the decoder, too
-# (TRL's DistillationTrainer does). The decoder ignores them: it has no logits.
+# Keywords of the model with a head that callers pass to the decoder, too, because they find them in
+# the model's signature (TRL's DistillationTrainer does). The decoder has no logits and ignores
+# them.
 LOGITS_KWARGS = ("logits_to_keep", "return_last_logit", "skip_logits")
 
-# State that some version of generate passes in model_kwargs and forward does not take.
+# Keywords of generate's own state, which some version of generate passes in model_kwargs. forward
+# does not take them.
 GENERATE_KWARGS: dict[str, Callable[[Any], bool]] = {
     # For stop_strings, and for an assistant model with another vocabulary.
     "tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
@@ -142,9 +146,10 @@ def parameter_names(*functions: Callable) -> tuple[str, ...]:
 
 
 def check_forward_kwargs(kwargs: dict[str, Any], model: str, known: Sequence[str]) -> None:
-    """Raise ``ValueError`` for a keyword that ``forward`` of the class ``model`` does not take.
+    """Raise ``ValueError`` for a keyword that ``forward`` does not take.
 
     Args:
+        model: Name of the class that has ``forward``, for the message.
         known: The parameter names of ``forward``. Keywords of attention are accepted, too.
     """
     for name, value in kwargs.items():
@@ -174,7 +179,7 @@ def select_attention_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_generate_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords without ``generate``'s own state, which ``forward`` does not take.
+    """Return the keywords without :data:`GENERATE_KWARGS`, which ``forward`` does not take.
 
     Raises:
         ValueError: A value has the wrong type for its name.
@@ -203,7 +208,7 @@ def _type_text(value: Any) -> str:
 
 
 def overrides_generation(since: str) -> Callable:
-    """Mark an override of a method that ``GenerationMixin`` has from version ``since`` on."""
+    """Mark an override of a method that ``GenerationMixin`` has had since version ``since``."""
 
     def mark(method: Callable) -> Callable:
         if Version(TRANSFORMERS_VERSION) >= Version(since):

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy over supervised tokens. Independent of the model."""
+"""Next-token cross-entropy over supervised tokens, for any model."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+# A name's suffix lists the tensor's dimensions: hidden_BLD is (B, L, D).
 # Shapes: B sequences, L length of input_ids, K positions that logits_to_keep selects, R expanded
 # length, D hidden size, V vocabulary, S supervised tokens of the whole batch.
 
@@ -23,12 +24,12 @@ def next_token_loss(
 
     Args:
         logits_BLV: Any floating dtype.
-        labels_BL: int64, aligned with the logits (they are shifted here), on any device.
-        num_items_in_batch: The divisor of the summed loss: supervised tokens of all micro-batches
-            and processes. ``None``: supervised tokens of this batch.
+        labels_BL: int64 on any device, aligned with the logits (this function shifts them).
+        num_items_in_batch: The divisor of the summed loss: the number of supervised tokens in all
+            micro-batches and processes. ``None``: the number in this batch.
 
     Returns:
-        fp32 scalar; 0, with a graph, if no token is supervised.
+        fp32 scalar. If no token is supervised it is 0, and backward works.
     """
     indices, targets = supervised_positions(labels_BL.to(logits_BLV.device))
     total = F.cross_entropy(logits_BLV[indices].float(), targets, reduction="sum")
@@ -52,7 +53,8 @@ def chunked_next_token_loss(
 
     indices, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
     hidden_chunks = hidden_BLD[indices].split(chunk_size)
-    total: Any = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
+    # A batch without supervised tokens is one empty chunk, so that backward works for it, too.
+    total: Any = 0.0
     for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
         total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
     return _average(total, targets, num_items_in_batch)
@@ -64,7 +66,7 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
     Returns:
         ``((sequence, position), labels)``, each ``(S,)`` int64.
     """
-    # Padded to length L: a graph with ``labels_BL[:, 1:]`` would not run on sequences of 2 ids.
+    # Pad before slicing: a graph with ``labels_BL[:, 1:]`` does not run on sequences of 2 ids.
     next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
     sequence, position = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
     return (sequence, position), next_labels[sequence, position]
@@ -75,7 +77,7 @@ class LogitsToKeep(NamedTuple):
 
     Attributes:
         columns: Slice or indices of the positions; ``None`` selects all.
-        length: Length of the mask, if the argument was a boolean mask.
+        length: Length of the mask if the argument was a boolean mask, else ``None``.
     """
 
     columns: slice | Tensor | None
@@ -106,10 +108,10 @@ class LogitsToKeep(NamedTuple):
         return values_BR if self.columns is None else values_BR[:, self.columns]
 
     def are_cut(self, labels: Tensor | None, inputs: Tensor | None) -> bool:
-        """Return whether ``labels`` are those of the selected positions, not of all ``inputs``.
+        """Return whether ``labels`` has only the selected positions, not all of ``inputs``.
 
         Raises:
-            ValueError: The labels fit neither.
+            ValueError: ``labels`` has neither this length nor that of ``inputs``.
         """
         if self.columns is None or labels is None or inputs is None:
             return False
@@ -124,7 +126,7 @@ class LogitsToKeep(NamedTuple):
         return True
 
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
-        """Return ``(B, L)``: each selected position has the label of the next selected one.
+        """Return labels ``(B, L)`` for prediction: a selected position has the next one's label.
 
         All other positions have -100.
         """
@@ -139,10 +141,11 @@ class LogitsToKeep(NamedTuple):
     def check(
         self, inputs: Tensor | None, expanded_length: int, image_ids: Collection[int]
     ) -> None:
-        """Raise ``ValueError`` if the selection means other positions after expansion.
+        """Raise ``ValueError`` if expansion of the prompts makes the selection wrong.
 
         Args:
             inputs: ``input_ids`` or ``inputs_embeds``, unexpanded.
+            expanded_length: Length of the prompts after expansion.
             image_ids: Ids that a selected position of an unexpanded prompt must not have.
         """
         if self.columns is None or inputs is None:
@@ -176,18 +179,18 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 
 
 def fuse_loss(layer: nn.Linear) -> nn.Linear:
-    """Let an output projection also compute the loss, without storing its logits.
+    """Replace ``forward`` of an output projection, so that it can also compute the loss in chunks.
 
     The loss is part of the layer's ``forward``, so that a sharded weight is gathered once for all
-    chunks. The instance is changed instead of its class, because quantizers and exporters recognize
-    ``nn.Linear`` by its class.
+    chunks. Only this instance is changed, and its class stays ``nn.Linear``, by which quantizers
+    and exporters recognize it.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer
 
 
 def has_fused_loss(layer: nn.Module) -> bool:
-    """Return whether :func:`fuse_loss` changed the layer, also behind a hook of accelerate."""
+    """Return whether :func:`fuse_loss` changed the layer, even if accelerate wrapped it later."""
     method = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
     return getattr(method, "__func__", None) is forward
 
@@ -201,8 +204,8 @@ def forward(
 ) -> Tensor:
     """Compute logits ``(..., V)``, or with labels the :func:`chunked_next_token_loss`.
 
-    The name is that of the replaced method, because pickle restores a method by its name: an
-    unpickled layer has the ``forward`` of ``nn.Linear`` again.
+    This function has the name of the method that it replaces, because pickle restores a method by
+    its name: an unpickled layer has the ``forward`` of ``nn.Linear`` again.
     """
     project = partial(type(layer).forward, layer)
     if labels_BL is None:

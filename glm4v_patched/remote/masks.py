@@ -1,4 +1,4 @@
-"""Causal attention masks, for a prefill and for decode steps."""
+"""Causal attention masks, for a prefill (a pass over prompts) and for decode steps."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ from .cache_metadata import cached_length, is_static, static_cache_len
 from .image_layout import ExpandedBatch
 from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, NEEDS_CACHE_POSITION
 
-# Shapes: B sequences, R expanded length, D hidden size, N new tokens, K keys: the capacity of a
-# static cache, the length of any other.
+# A name's suffix lists the tensor's dimensions: embeds_BND is (B, N, D).
+# Shapes: B sequences, R expanded length, D hidden size, N new tokens, K keys (the capacity of a
+# static cache, or the length of any other cache).
 
 
 def causal_mask(
@@ -27,9 +28,9 @@ def causal_mask(
     """
     mask, packed = batch.attention_mask, batch.packed_position_ids
     if past_length == 0:
-        cache = None  # it is empty: the sequences attend to themselves alone
+        cache = None  # the cache is empty, so the sequences attend to themselves alone
     if config._attn_implementation == "sdpa" and cache is None:
-        # Only sdpa may do without a mask: for all other implementations, transformers makes it.
+        # Only sdpa may do without transformers' mask.
         if packed is not None and not torch.compiler.is_exporting():
             return group_samples(packed)
         if mask is not None and mask.ndim == 2 and _is_right_padded(mask, batch.has_padding):
@@ -38,13 +39,15 @@ def causal_mask(
 
 
 def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_length) -> Any:
-    # transformers 4.57 names this argument input_embeds, and needs cache_position.
+    """Make the mask by ``create_causal_mask`` of transformers."""
+    # transformers 4.57 names the embeddings input_embeds, and needs cache_position.
     embeds_keyword = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments = {
         "config": config,
         "attention_mask": mask,
         CACHE_KEYWORD: cache,
-        # Not the model's position ids: transformers takes a repeated one for the start of a sample.
+        # These are not the model's position ids, because transformers takes a repeated position id
+        # for the start of a sample.
         "position_ids": packed_position_ids,
         embeds_keyword: embeds,
     }
@@ -59,14 +62,14 @@ def decode_mask(config, embeds_BND, padding_mask, cache, past_length) -> Any:
     """Make the mask for ``N`` generated tokens after a cache.
 
     Args:
-        padding_mask: ``(B, K)``, 0 at padding; or ``None``.
+        padding_mask: ``(B, K)``, 0 at padding; ``None`` if there is no padding.
     """
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         return _transformers_mask(config, embeds_BND, padding_mask, None, cache, past_length)
     num_new, device, max_length = embeds_BND.shape[1], embeds_BND.device, static_cache_len(cache)
     mask = None
-    # With a static cache every step has a mask, so that all steps are one graph.
+    # With a static cache every step has a mask, so that one compiled graph serves all steps.
     if max_length or num_new > 1:
         columns = torch.arange(max_length or past_length + num_new, device=device)
         last_visible = past_length if num_new == 1 else past_length + columns[:num_new, None]
@@ -84,12 +87,16 @@ def _is_right_padded(attention_mask: Tensor, has_padding: bool) -> bool:
     if not has_padding or torch.compiler.is_compiling():
         return not has_padding  # a graph cannot branch on values
     is_token = attention_mask.bool()
-    # One transfer from the device, instead of transformers' own, which looks for a mask of ones.
+    # This is one transfer from the device, in place of the one by which transformers would find out
+    # whether the mask has only ones.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
 def can_decode(cache, attention_mask: Tensor | None, implementation: str) -> bool:
-    """Return whether a decode step may use the cache: it is filled, or static with a 4D mask."""
+    """Return whether the cache permits a decode step.
+
+    A static cache needs a 4D mask beside it (for sdpa and eager); any other cache must be filled.
+    """
     if not isinstance(cache, Cache):
         return False
     if is_static(cache):

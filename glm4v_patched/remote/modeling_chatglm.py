@@ -1,7 +1,8 @@
 """glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
 
-This code computes the numbers of the published code of glm-4v-9b, with its parameter names, but for
-any number of images per sequence, with padding and packing, in training and evaluation.
+The "published code" is the one in the model repository of glm-4v-9b. This code has the same
+parameter names and computes the same numbers. It also takes any number of images per sequence,
+padding and packing, in training and in evaluation.
 """
 
 from dataclasses import dataclass
@@ -57,9 +58,10 @@ from .visual import EVA2CLIPModel, PatchEmbedding, VisionOutputCollector
 
 logger = logging.get_logger(__name__)
 
-# Shapes: B sequences, L length of input_ids, R expanded length, D hidden size, H query heads, G
-# key-value heads, C head channels, F rotated pairs of a head (C / 4), N images, S side of an image,
-# V vocabulary.
+# A name's suffix lists the tensor's dimensions, e.g. embeds_BRD is (B, R, D): B sequences, L length
+# of input_ids, R length with image placeholders expanded, D hidden size, H query heads, G key-value
+# heads, C channels of a head, F rotated pairs of a head (C / 4), N images (in _decode_step: new
+# tokens), S side of an image, K tokens of an image with begin and end, V vocabulary.
 
 
 class Embedding(nn.Module):
@@ -77,8 +79,8 @@ class Embedding(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of the first half of each head's channels."""
 
-    # Part of the checkpoint format, with the published values (without rope_ratio). Nothing is
-    # computed from this buffer, because a checkpoint may contain it rounded.
+    # The checkpoint format has this buffer, with the published values (without rope_ratio). forward
+    # does not read it, because a checkpoint may contain it rounded.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -100,11 +102,11 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             position_ids: ``(B, R)``.
-            dtype: The tables are rounded to it, unless ``config.rope_in_fp32``.
+            dtype: The dtype of the results, unless ``config.rope_in_fp32`` keeps them in fp32.
 
         Returns:
-            Cosines and signed sines, ``(B, R, 1, C)`` each. Channels that are not rotated have a
-            cosine of 1 and a sine of 0.
+            Cosines and signed sines, ``(B, R, 1, C)`` each. The sine is negative for the first
+            channel of a pair. Channels that are not rotated have a cosine of 1 and a sine of 0.
         """
         theta_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
         angles_BRF = (position_ids[..., None].float() * theta_F).float()
@@ -124,7 +126,7 @@ def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: i
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm. The weight is multiplied in fp32, before the cast to ``x.dtype``."""
+    """Root-mean-square norm, which multiplies by the weight in fp32 and then casts to x's dtype."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -159,11 +161,11 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BRD, cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
     ) -> Tensor:
-        """Attend, and update the cache.
+        """Compute the attention output, and append keys and values to the cache.
 
         Args:
-            cache_update: With a cache: ``(is_prefill, cache_kwargs)``, whether the cache was empty
-                before this pass, and further positional arguments of ``Cache.update``.
+            cache_update: With a cache ``(is_prefill, cache_kwargs)``: whether the cache was empty
+                before this pass, and a tuple of further arguments for ``Cache.update``.
             attention_kwargs: Keywords for :func:`attend`.
         """
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
@@ -173,12 +175,15 @@ class SelfAttention(nn.Module):
             new_key_value = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *cache_kwargs)
             if is_prefill:
-                key, value = new_key_value  # without the unused capacity of a static cache
+                key, value = new_key_value  # update also returns a static cache's unused capacity
         inputs = query, key, value, attention_mask, self.config._attn_implementation
         return self.dense(attend(self, *inputs, **attention_kwargs))
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return rotated queries, rotated keys, and values: ``(B, R, heads, C)`` each."""
+        """Split the projection's output into rotated queries, rotated keys, and values.
+
+        Each has the shape ``(B, R, heads, C)``.
+        """
         num_heads, num_groups, _ = self.split_sizes
         sizes = num_heads + num_groups, num_groups
         query_key_BRHC, value_BRGC = heads_BRHC.split(sizes, dim=2)
@@ -231,8 +236,9 @@ class GLMTransformer(nn.Module):
         """Run all layers.
 
         Returns:
-            The normalized output ``(B, R, D)``; with ``collect_hidden_states`` also the input of
-            every layer and the output of the last one.
+            The normalized output ``(B, R, D)``, and the hidden states: with
+            ``collect_hidden_states`` the input of every layer and the output of the last layer,
+            else ``None``.
         """
         hidden_states = [x_BRD]
         # For early-exit drafts, generate sets num_layers below the number of layers.
@@ -248,8 +254,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialization of all glm-4v models."""
 
     config: ChatGLMConfig
-    transformer: Any  # the decoder, in models with a head
-    forward_names: tuple[str, ...]  # the keywords of this class's forward, for its errors
+    transformer: Any  # the decoder (ChatGLMModel), in models with a head
+    forward_names: tuple[str, ...]  # the keywords that this class's forward takes
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
@@ -261,7 +267,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # Absent from some checkpoints; it follows from the config.
+    # Some checkpoints lack this buffer; the model computes it from the config.
     _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
 
     @classmethod
@@ -269,10 +275,10 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """Load a model as transformers does.
 
         Args:
-            config: May be of another class for the same fields, such as the published code's.
+            config: A config, also one of the published code's class or of vLLM's.
 
         Raises:
-            ImportError: The folder has adapters that this transformers cannot load.
+            ImportError: The folder has adapters, and the installed transformers cannot load them.
         """
         require_adapter_support(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
@@ -284,7 +290,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """Load an adapter as transformers does.
 
         Raises:
-            ImportError: This transformers cannot load adapters of this model.
+            ImportError: The installed transformers cannot load adapters of this model.
         """
         require_adapter_support(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
@@ -292,7 +298,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     def _check_keywords(self, kwargs: dict[str, Any], input_ids: Tensor | None) -> None:
         """Raise ``ValueError`` for a keyword that this class's ``forward`` does not take."""
         token_types, ids = kwargs.get("token_type_ids"), input_ids
-        # OpenRLHF's token_type_ids are 1 at image tokens and are ignored. Others are an error.
+        # OpenRLHF passes token_type_ids that are 1 exactly at image tokens: they are ignored. Any
+        # other token_type_ids are refused.
         if (
             isinstance(token_types, Tensor)
             and isinstance(ids, Tensor)
@@ -312,16 +319,20 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers would look for the name of its registry in this file, but attention.py has
-        # it. Tower and decoder read the implementation from the config in every forward.
+        # transformers would search this file for the name of its registry, which is in attention.py
+        # here. Tower and decoder read the implementation from the config in every forward.
         return True
 
     def _make_attention_collector(
         self, layers: nn.ModuleList, output_attentions: bool | None
     ) -> list[Tensor] | None:
-        """Return an empty list that will collect the attention weights of ``layers``.
+        """Return an empty list, to which ``layers`` will append their attention weights.
 
-        ``None`` if they are not requested, or if the attention implementation computes none.
+        Return ``None`` if the caller requested no attention weights, or if the attention
+        implementation computes none.
+
+        Raises:
+            ValueError: The model trains, and some of ``layers`` recompute their activations.
         """
         if output_attentions is None:
             output_attentions = self.config.output_attentions
@@ -329,7 +340,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
             return None
         implementation = self.config._attn_implementation
         if implementation != "eager":
-            # Like transformers' own models, warn and return none.
+            # transformers' own models warn and return none, too.
             logger.warning_once(
                 f"output_attentions=True: the attention implementation {implementation!r} computes "
                 "no attention weights, so none are returned; choose another one, e.g. by "
@@ -370,9 +381,9 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
     """Output of the decoder, with the expanded labels and mask.
 
     Attributes:
-        labels: ``(B, R)`` int64, expanded with the prompt.
+        labels: ``(B, R)`` int64, expanded as the prompt is; ``(B, R + 1)`` from ``shift_labels``.
         image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features.
-        attention_mask: ``(B, cached + R)``, expanded with the prompt.
+        attention_mask: ``(B, cached + R)``, expanded as the prompt is; ``None`` if none is needed.
     """
 
     labels: Tensor | None = None
@@ -388,10 +399,13 @@ class GLM4VCausalLMOutput(CausalLMOutputWithPast):
 
 
 class OutputOptions(NamedTuple):
-    """Outputs that the caller requested: hidden states, attention weights, dict or tuple.
+    """Outputs that the caller requested.
 
     Attributes:
-        attentions: Collects the attention weights of the layers; ``None`` if not requested.
+        hidden_states: Whether to return hidden states.
+        attentions: List to which layers append their attention weights; ``None`` if none are
+            requested.
+        return_dict: Whether to return an output object instead of a tuple.
     """
 
     hidden_states: bool
@@ -401,7 +415,7 @@ class OutputOptions(NamedTuple):
     def make_output(
         self, hidden_BRD: Tensor, hidden_states: tuple | None, cache: Cache | None, **fields
     ) -> ChatGLMModelOutput | tuple:
-        """Build the decoder's output; ``fields`` are further fields of it."""
+        """Build the decoder's output; ``fields`` are its other fields."""
         attentions = None
         if self.attentions is not None:
             attentions = _pad_to_cache_length(self.attentions, cache)
@@ -418,7 +432,7 @@ class OutputOptions(NamedTuple):
 class ChatGLMModel(ChatGLMPreTrainedModel):
     """The model without its loss.
 
-    It owns the output projection, as in the published checkpoint.
+    As in the published checkpoint, the output projection is a part of this class.
     """
 
     _has_warned_of_expansion = False
@@ -428,7 +442,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.embedding = Embedding(config)
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
-        # Typed as nn.Module, because peft wraps it and quantizers replace it.
+        # Typed as nn.Module, because peft wraps this layer and quantizers replace it.
         self.output_layer: nn.Module = fuse_loss(
             nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
@@ -443,7 +457,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
     @property
     def image_format(self) -> ImageFormat:
-        """The ids that mark images, and limits, from the config."""
+        """The ids that mark images, and the config's limits for a batch."""
         return ImageFormat(
             begin_id=self.config.boi_token_id,
             end_id=self.config.eoi_token_id,
@@ -480,32 +494,34 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Args:
             input_ids: ``(B, L)`` int64, unexpanded or expanded. Exclusive with ``inputs_embeds``.
             attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere.
-            position_ids: ``(B, L)``; computed from the mask by default. Where they restart at 0,
-                without a mask or with a mask of ones, a packed sample begins, which attends to
+            position_ids: ``(B, L)``. By default they are computed from the mask. Without a mask, or
+                with a mask of ones, a packed sample begins where they restart at 0; it attends to
                 nothing before it.
-            past_key_values: A ``Cache``. Sequences that continue it may bring new images. Pass
-                ``position_ids`` if another model filled it, or after ``crop``.
+            past_key_values: A ``Cache``. Sequences that continue it may have new images. Pass
+                ``position_ids`` if another model filled the cache, or if ``crop`` cut it.
             inputs_embeds: ``(B, L, D)`` of expanded prompts. Images are inserted between the
                 embeddings of begin- and end-of-image ids.
             pixel_values: ``(N, 3, S, S)``, the images of all sequences in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
-            images, cache: Other names of ``pixel_values`` (in the published code) and of
-                ``past_key_values`` (in transformers 5.24).
-            labels: ``(B, L)``; expanded and returned.
+            images: The published code's name of ``pixel_values``.
+            cache: The name of ``past_key_values`` since transformers 5.24.
+            labels: ``(B, L)``. The output has them expanded; no loss is computed here.
             output_hidden_states: Also return the input of every layer and the output of the last
                 layer, before the final norm.
-            output_attentions: Also return ``(B, H, R, cached + R)`` of each layer. Needs eager
-                attention; any other implementation warns and returns none.
-            prompt_length: Columns from here on are generated: begin- and end-of-image ids among
-                them are ordinary tokens.
+            output_attentions: Also return the weights ``(B, H, R, cached + R)`` of each layer. Only
+                eager attention computes them; with any other implementation the model warns and
+                returns none.
+            prompt_length: Number of columns of ``input_ids`` that are prompt. All later columns are
+                generated, and begin- and end-of-image ids among them are ordinary tokens.
             image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: the
                 output of :meth:`get_image_features`, or its ``pooler_output``. The tower does not
-                run, so under ZeRO-3 either all processes pass features or none. Pass ``N = 0``
-                without images, which also skips the tower's dummy image.
+                run, so under ZeRO-3 either all processes pass features or none does. A process
+                without images then passes ``N = 0`` features, and the tower runs on no dummy image.
             shift_labels: ``(B, L)``, in place of ``labels``: for each token the label of the next
-                one, as context parallelism passes them. Returned as labels ``(B, R + 1)``.
+                token, as context parallelism passes them. The output has them as labels
+                ``(B, R + 1)``.
             num_items_in_batch: The divisor of the summed loss. It is refused if it may count labels
-                inside images, which are not supervised.
+                inside images, where the loss ignores labels.
             attention_kwargs: Keywords of packed attention (see :mod:`keywords`). Keywords about
                 logits, such as ``logits_to_keep``, are ignored.
 
@@ -585,7 +601,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         output_attentions: bool | None,
         return_dict: bool | None,
     ) -> OutputOptions:
-        """Resolve the arguments of ``forward`` with the config's defaults."""
+        """Replace arguments of ``forward`` that are ``None`` by the config's defaults."""
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         return OutputOptions(
@@ -600,7 +616,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Run the decoder layers.
 
         Args:
-            past_length: ``None`` for a filled cache whose length is only on the device.
+            past_length: Number of cached positions; ``None`` for a filled static cache, whose
+                length is only on the device.
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
@@ -632,8 +649,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over generated tokens.
 
-        Nothing is checked or expanded, and nothing waits for the device. With a static cache the
-        mask was made before, so that all steps are one graph.
+        This method neither checks nor expands its inputs, and never waits for the device. With a
+        static cache, ``attention_mask`` is the complete mask from ``prepare_inputs_for_generation``
+        (:func:`decode_mask`), so that one compiled graph serves all steps.
         """
         columns = attention_kwargs.get("cache_position")
         attention_kwargs = select_attention_kwargs(attention_kwargs)
@@ -656,10 +674,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         inputs_embeds: Tensor | None,
         output_hidden_states: bool,
     ) -> None:
-        """Report outputs that are longer than their inputs.
+        """Report that prompts were expanded, if the caller may not expect it.
 
-        Embeddings cannot be expanded: an error. Hidden states of an expanded prompt are an error in
-        training and otherwise a warning, once per model.
+        Embeddings of unexpanded prompts raise ``ValueError``, because they cannot be expanded. With
+        ``output_hidden_states``, expansion raises ``ValueError`` in training; otherwise each model
+        warns once.
         """
         if torch.compiler.is_exporting():
             torch._check(inputs_embeds is None or length == unexpanded_length)
@@ -679,7 +698,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if output_hidden_states and self.training:
             raise ValueError(message)
         if output_hidden_states and not self._has_warned_of_expansion:
-            # warning_once would warn again for every other length.
+            # warning_once would warn once for every length.
             self._has_warned_of_expansion = True
             logger.warning(message)
 
@@ -720,7 +739,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _encode(
         self, pixel_values: Tensor, collector: VisionOutputCollector | None = None
     ) -> Tensor:
-        """Encode images of the configured size as features ``(N, num_image_tokens + 2, D)``."""
+        """Encode images as features ``(N, num_image_tokens + 2, D)``.
+
+        Raises:
+            ValueError: The images do not have the configured size.
+        """
         vision = self.vision.vision_config
         expected = (vision.in_channels, vision.image_size, vision.image_size)
         if tuple(pixel_values.shape[1:]) != expected:
@@ -734,8 +757,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _run_tower(
         self, pixels_N3SS: Tensor, collector: VisionOutputCollector | None = None
     ) -> Tensor:
-        # CheckpointedLayer and frameworks make the input of a layer require grad. A frozen tower
-        # would then save its activations although nothing needs their gradients.
+        """Run the vision tower, without gradients if nothing needs them."""
+        # CheckpointedLayer and frameworks make a layer's input require grad, with which even a
+        # frozen tower would save its activations for backward. So gradients are disabled here,
+        # unless the pixels or a parameter of the tower need them.
         needs_grad = torch.is_grad_enabled() and (
             pixels_N3SS.requires_grad
             or any(parameter.requires_grad for parameter in self.vision.parameters())
@@ -746,7 +771,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _resolve_images(
         self, pixel_values, images, features
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``(images, features)``: at most one of them, the other is ``None``."""
+        """Return ``(images, features)``, of which at least one is ``None``."""
         if isinstance(features, BaseModelOutputWithPooling):
             features = features.pooler_output
         if features is None:
@@ -757,7 +782,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"{num_images} images were given as pixel_values and {len(features)} as "
                 "image_features: give all images of a batch in one form"
             )
-        # The features of begin and end are added to those of the inner tokens.
+        # An image has features for its inner tokens, its begin and its end.
         expected = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
         if tuple(features.shape[1:]) != expected:
             raise ValueError(
@@ -773,7 +798,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Insert images into the embeddings.
 
         Returns:
-            The embeddings ``(B, R, D)`` and the images' features, or ``None`` without images.
+            The embeddings ``(B, R, D)``, and the images' features (``None`` without images).
         """
         if pixel_values is not None:
             features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
@@ -783,18 +808,18 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
             return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
         if past_length == 0 and must_run_on_every_process(self.vision):
-            # Another process may have an image: run the tower here, too, on the smallest dummy
-            # image, which changes no number.
+            # Another process may have an image, so the tower has to run here, too: on the smallest
+            # dummy image, whose features are multiplied by 0.
             side, channels = self.vision.smallest_side, self.vision.vision_config.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
     def _resolve_positional(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Return mask, cache and images, also for positional arguments in the published order.
+        """Return mask, cache and images, also if they were passed in the published code's order.
 
-        The published order is input_ids, images, position_ids, attention_mask. Images are
-        recognized by their shape, which no mask has.
+        That order is input_ids, images, position_ids, attention_mask. :meth:`_are_images`
+        distinguishes images from a mask by dtype and shape.
         """
         if self._are_images(attention_mask):
             if images is not None:
@@ -808,11 +833,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return attention_mask, resolve_cache(past_key_values, cache), images
 
     def _are_images(self, value) -> bool:
+        """Return whether an argument in the mask's place has images, by its dtype and shape."""
         if isinstance(value, (list, tuple)):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
             return False
-        # Images have their channels in this dimension, in which a 4D mask has size 1.
+        # Dimension -3 of images is their channels; in a 4D mask this dimension has size 1.
         return value.shape[-3] == self.vision.vision_config.in_channels
 
     def _stack_images(self, pixel_values, images) -> Tensor | None:
@@ -821,7 +847,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             raise ValueError("pixel_values and images are two names of one input: give one")
         images = pixel_values if images is None else images
         if images is not None and not isinstance(images, Tensor):
-            # In the published code, a sequence without an image has None in the list.
+            # Callers of the published code pass None in the list for a sequence without an image.
             images = [image for image in images if image is not None]
             kinds = {
                 str(tuple(image.shape)) if isinstance(image, Tensor) else type(image)
@@ -843,10 +869,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _choose_cache(self, past_key_values, use_cache) -> Cache | None:
-        """Return the cache to use, a new one if ``use_cache`` asks for it, or ``None``."""
+        """Return the cache that was passed, or a new one if ``use_cache`` asks for it, or ``None``.
+
+        Raises:
+            ValueError: The model trains with activation checkpointing, and the cache is not empty.
+        """
         recomputes_layers = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and recomputes_layers:
-            # A recomputed layer would add its keys to the cache twice.
+            # Recomputation would add a layer's keys to the cache a second time.
             if cached_length(past_key_values):
                 raise ValueError(
                     f"past_key_values holds {cached_length(past_key_values)} positions, which "
@@ -860,9 +890,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return past_key_values
 
     def _placeholder_ids(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Return ids ``(B, L)`` for embeddings: begin- and end-of-image where these are embedded.
+        """Return ids ``(B, L)`` that mark the images in ``inputs_embeds``.
 
-        All other positions have the id of some text token.
+        A position has the begin- or end-of-image id if its vector is the embedding of that id. All
+        other positions have the id of some text token.
         """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
@@ -871,7 +902,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
-            # In a graph, assert_in_graph checks the number of begin-of-image ids.
+            # In a compiled graph, assert_in_graph checks the number of begin-of-image ids.
             if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
                     f"{num_images} images were given with inputs_embeds, in which 0 positions have "
@@ -885,13 +916,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     """glm-4v with its loss and generation, under the class name by which vLLM finds it."""
 
     _auto_class = "AutoModelForCausalLM"
-    # This holds for a decode step with a static cache and for a pass over expanded prompts.
+    # transformers compiles the model as one graph. This is possible for a decode step with a static
+    # cache and for a pass over expanded prompts.
     _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
-            # FSDP2 derives a class; save_pretrained would copy torch's files and save its name.
+            # FSDP2 derives a class in a module of torch. save_pretrained would copy torch's files
+            # and save the derived name, so the derived class gets this class's module and name.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
         register_class_name(cls, "CAUSAL_LM")
 
@@ -899,7 +932,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         """Build the model.
 
         Args:
-            empty_init: Without effect; callers of the published code pass it.
+            empty_init: This argument has no effect. Callers of the published code pass it.
         """
         super().__init__(config)
         # transformers would derive the loss from the class name, which a subclass may change.
@@ -909,9 +942,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """Load a model as transformers does, but only the decoder for "feature-extraction".
+        """Load a model as transformers does, but for a "feature-extraction" pipeline its decoder.
 
-        That pipeline would otherwise return logits as features.
+        The pipeline would otherwise return logits as features.
         """
         tasks = getattr(config, PIPELINE_TASK, None), kwargs.get(PIPELINE_TASK)
         options = kwargs | {"config": config}
@@ -938,7 +971,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return self.transformer.output_layer
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        # resize_token_embeddings makes a plain Linear.
+        # resize_token_embeddings passes a plain nn.Linear, which does not compute the loss.
         if type(value) is nn.Linear:
             layer: Any = fuse_loss(value)
             layer._is_hf_initialized = True  # post_init would initialize its weights again
@@ -964,22 +997,23 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     ) -> GLM4VCausalLMOutput | tuple:
         """Predict the next token at every position.
 
-        Arguments, also ``options``, are those of :meth:`ChatGLMModel.forward`.
+        :meth:`ChatGLMModel.forward` describes the arguments that are not listed here, and
+        ``options``.
 
         Args:
-            labels: ``(B, L)`` int64, aligned with ``input_ids`` (they are shifted here), -100 at
-                unsupervised tokens; on any device. ``(B, K)`` with ``logits_to_keep``: the labels
-                of the ``K`` selected positions, each of which predicts the next selected one.
+            labels: ``(B, L)`` int64 on any device, aligned with ``input_ids`` (this method shifts
+                them), -100 at unsupervised tokens. With ``logits_to_keep`` they may be ``(B, K)``:
+                the labels of the ``K`` selected positions, each of which predicts the next one.
             logits_to_keep: Positions whose logits are returned: the number of last positions (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)``. The loss of labels ``(B, L)`` is
-                that of all positions nevertheless.
+                all), indices ``(K,)``, or a boolean mask ``(L,)``. The loss of labels ``(B, L)``
+                still covers all positions.
             num_items_in_batch: The divisor of the summed loss; default: the number of supervised
                 tokens in the batch.
             skip_logits: With labels, compute the loss without storing logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: the label of the next token. It is
-                part of ``options``, because a Trainer expects parameters that are named like labels
-                in every batch of an evaluation.
+                part of ``options`` instead of a parameter, because a Trainer would expect every
+                parameter whose name contains "label" in every batch of an evaluation.
             return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
@@ -1037,12 +1071,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     forward_names = parameter_names(forward, ChatGLMModel.forward)
 
     def _check_external_loss(self, inputs: Tensor | None, length: int) -> None:
-        """Check that a Trainer that computes the loss itself can do so.
+        """Check that the logits fit the labels of a Trainer that computes the loss itself.
 
         Raises:
-            ValueError: Its labels are not as long as the logits.
-            RuntimeError: torch.compile wraps the model, by whose class name the Trainer decides
-                whether to shift labels.
+            ValueError: The logits are longer than the Trainer's labels.
+            RuntimeError: torch.compile wraps the model. This hides the model's class name, by which
+                the Trainer decides whether to shift labels.
         """
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
@@ -1064,6 +1098,13 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     def _loss_and_logits(
         self, hidden_BRD, labels, num_items_in_batch, selection: LogitsToKeep, are_cut, skip_logits
     ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss (``None`` without labels) and the selected logits.
+
+        With labels and ``skip_logits``, the logits are ``None``.
+
+        Args:
+            are_cut: Whether the caller's labels were those of the selected positions only.
+        """
         output_layer = self.transformer.output_layer
         if labels is None:
             return None, output_layer(selection.select(hidden_BRD))
@@ -1071,7 +1112,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             loss_inputs = labels, num_items_in_batch, self.config.loss_chunk_size
             if has_fused_loss(output_layer):
                 return output_layer(hidden_BRD, *loss_inputs), None
-            # The layer is wrapped by peft, or quantized.
+            # peft has wrapped the layer, or a quantizer has replaced it.
             return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
         if are_cut:
             logits = output_layer(selection.select(hidden_BRD))
@@ -1081,16 +1122,16 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return next_token_loss(logits, labels, num_items_in_batch), selection.select(logits)
 
 
-ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
+ChatGLMForConditionalGeneration = GLM4VForCausalLM  # the published code's name
 register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
-# Keyed by the model type, which TRL's OnlineDPO looks up before it passes images to a model.
+# TRL's OnlineDPO passes images only to models whose type is a key of this list.
 register_class_name(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
 
 class ChatGLMForSequenceClassification(SequenceScoringMixin, ChatGLMPreTrainedModel):
     """glm-4v for classification and reward modeling.
 
-    A linear head, ``score``, on the last token of each sequence replaces the output projection.
+    A linear head, ``score``, replaces the output projection. It reads each sequence's last token.
     """
 
     _auto_class = "AutoModelForSequenceClassification"
@@ -1119,18 +1160,21 @@ register_class_name(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
 def _split_shifted_labels(
     labels: Tensor | None, shift_labels: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return labels aligned with the tokens, and the label after the last token, if any."""
+    """Return labels ``(B, L)`` aligned with the tokens, and the label ``(B, 1)`` after the last.
+
+    The latter is ``None`` without ``shift_labels``.
+    """
     if shift_labels is None:
         return labels, None
-    # As in transformers, shift_labels win over labels. The first token is not predicted.
+    # As in transformers, labels are ignored beside shift_labels. No token predicts the first one.
     return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
 
 
 def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
-    """Pad attention weights with 0 to the capacity of a static cache."""
+    """Pad the last dimension of attention weights with 0 to the capacity of a static cache."""
     length = static_cache_len(cache) or 0
-    # Weights of full length are returned as they are: F.pad would return another tensor, which is
-    # not part of the loss's graph.
+    # Weights of full length are returned as they are: F.pad would return a new tensor, for which
+    # the loss has no gradient.
     return tuple(
         F.pad(w, (0, length - w.shape[-1])) if length > w.shape[-1] else w for w in weights
     )

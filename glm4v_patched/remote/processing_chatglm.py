@@ -1,8 +1,8 @@
 """Processor of glm-4v-9b: tokenizer and image processor in one call.
 
-The published tokenizer writes three ids for an image, and the published model expands them inside
-``forward``. This processor returns expanded prompts, so that ids, mask, labels and logits have one
-length: an image is its begin id, one id for each of its inner tokens, and its end id.
+The published tokenizer writes three ids for an image, which the published model expands inside
+``forward``. This processor returns expanded prompts, so that ids, mask, labels and logits have the
+same length: an image is its begin id, one id for each of its inner tokens, and its end id.
 """
 
 from typing import Any
@@ -11,7 +11,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
-# transformers 4.57 copies only files that this file imports: imports of imports are repeated here.
+# transformers 4.57 copies only the files that this file itself imports. So this file also imports
+# from the files that those files import.
 from .configuration_chatglm import own_auto_map
 from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
 from .tokenization_chatglm import (
@@ -44,15 +45,16 @@ class ChatGLMProcessor(ProcessorMixin):
         image_token, image_token_id: The inner tokens' text and id.
     """
 
-    # For transformers 4.57, which requires Auto names for custom classes; 5.x reads the signature
-    # of __init__.
+    # transformers 4.57 needs these three attributes, with names of Auto classes for custom classes.
+    # 5.x reads the signature of __init__.
     attributes = ["image_processor", "tokenizer"]
     image_processor_class = "AutoImageProcessor"
     tokenizer_class = "AutoTokenizer"
     _auto_class = "AutoProcessor"
 
-    # This token of the vocabulary is unused: the model has no video. The published placeholder is
-    # <|endoftext|>, also the padding id, which collators remove from labels and masks.
+    # The model has no video, so this token of the vocabulary is free for inner tokens. The
+    # published placeholder, <|endoftext|>, is not used for them, because it is also the padding
+    # token, which collators remove from labels and masks.
     image_token = "<|begin_of_video|>"
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -83,13 +85,13 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        # transformers' method, run on a class that refuses audio tokenizers.
+        # Run transformers' method on a class that refuses audio tokenizers.
         reader: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
-        """Load tokenizer and image processor from this file's siblings.
+        """Load tokenizer and image processor by the classes beside this one.
 
         Auto classes would ask again whether to trust remote code.
         """
@@ -110,14 +112,14 @@ class ChatGLMProcessor(ProcessorMixin):
         return [image_processor, tokenizer]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as transformers does, with the image processor's own file, which 4.57 reads."""
+        """Save as transformers does, and save the image processor's own file, which 4.57 reads."""
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, **options) -> dict:
-        """Return the settings to save: the image processor's, and the ``auto_map``.
+        """Return the settings to save: those of transformers, with our ``auto_map``.
 
-        ``options`` are those of transformers 4.
+        ``options`` are arguments of the method in transformers 4.
         """
         values = super().to_dict(**options)
         if auto_map := own_auto_map(values.pop("auto_map", None), self._auto_class):
@@ -143,14 +145,16 @@ class ChatGLMProcessor(ProcessorMixin):
         """Encode texts and images.
 
         An image in a text is ``<|begin_of_image|>``, one placeholder, ``<|end_of_image|>``. The
-        placeholder is expanded to `num_image_tokens` ids; an expanded image is left alone. Special
-        tokens in a text are encoded as such: text from users belongs in `apply_chat_template`.
+        placeholder is expanded to `num_image_tokens` ids; an image that is expanded already stays
+        as it is. Special tokens in a text are encoded as special tokens, so pass text from users to
+        `apply_chat_template` instead.
 
         Args:
             images: As for the image processor, in the order of their begin ids; or one list (or
                 None) for each text.
             text: A text, a list of texts, or sequences of ids.
-            videos, audio: None or empty; also under the names ``video``, ``audios``.
+            videos, audio: None or empty, because the model takes neither; the names ``video`` and
+                ``audios`` are accepted, too.
             add_special_tokens: Prepend ``[gMASK]<sop>`` to texts that do not begin with it.
             return_tensors: ``"pt"``, ``"np"`` or None for lists (``pixel_values`` is then numpy).
             **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for the tokenizer and
@@ -207,7 +211,7 @@ class ChatGLMProcessor(ProcessorMixin):
 
         Images are read from the messages: under ``"image"`` of a message as published, or under
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` of a part of a content
-        list. They may be PIL images, arrays, tensors, paths, URLs, base64, or the bytes of files.
+        list. An image may be a PIL image, array, tensor, path, URL, base64, or the bytes of a file.
         Unknown keys are refused. The characters ``<image>`` in a text are plain text.
 
         Args:
@@ -220,7 +224,7 @@ class ChatGLMProcessor(ProcessorMixin):
             ``return_dict`` the same as `__call__`, plus ``assistant_masks`` if requested.
         """
         text_options = {
-            "add_special_tokens": False,  # the template writes them in any case
+            "add_special_tokens": False,  # the template writes [gMASK]<sop>
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
@@ -242,7 +246,10 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch if return_dict else batch["input_ids"]
 
     def _resolve_template(self, chat_template: str | None) -> str | None:
-        """Return the processor's own template, its template of that name, or the argument."""
+        """Return the template to use: ``chat_template``, or the processor's own if it is ``None``.
+
+        If the processor has several templates, ``chat_template`` may be the name of one.
+        """
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -270,7 +277,9 @@ class ChatGLMProcessor(ProcessorMixin):
         """Expand, check, truncate and pad sequences, and add the images.
 
         Args:
-            sequences: ``input_ids`` and values that are aligned with them, per sequence.
+            sequences: ``input_ids``, and values that are aligned with them, of each sequence.
+            images: As for `__call__`.
+            options: Options of `__call__` for the text, by name.
         """
         options = {name: value for name, value in options.items() if name != "add_special_tokens"}
         limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
@@ -307,8 +316,8 @@ class ChatGLMProcessor(ProcessorMixin):
         """Plan the expansion of one sequence.
 
         Returns:
-            For each expanded position the index of its id in ``ids``; and ``(start, stop)`` of each
-            image in the expanded sequence.
+            For each expanded position the index of its id in ``ids``; and for each image the
+            columns ``(start, stop)`` of the expanded sequence, from its begin to after its end.
         """
         begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
@@ -366,7 +375,7 @@ class ChatGLMProcessor(ProcessorMixin):
 class _AudioTokenizerRefusal(ChatGLMProcessor):
     """A reader of the processor's files that refuses an audio tokenizer.
 
-    transformers would load the tokenizer's class from any repository that the file names.
+    transformers would load the audio tokenizer's class from any repository that the file names.
     """
 
     @staticmethod
@@ -389,7 +398,7 @@ def _merge_options(
     images_kwargs = dict(kwargs.pop("images_kwargs", None) or {})
     text_kwargs = {**(kwargs.pop("text_kwargs", None) or {}), **kwargs}
     drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
-    # Texts and images have this option; the text's value wins.
+    # return_tensors is an option of texts and of images; the texts' value wins.
     tensor_type = images_kwargs.pop("return_tensors", None)
     unknown_text = text_kwargs.keys() - text_options.keys()
     unknown = sorted(unknown_text | (images_kwargs.keys() - {"do_convert_rgb"}))
@@ -398,7 +407,8 @@ def _merge_options(
             f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    # transformers' apply_chat_template passes add_special_tokens beside the caller's value.
+    # add_special_tokens may be there twice, because transformers' apply_chat_template passes it
+    # beside the caller's value.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
         if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(
@@ -410,7 +420,10 @@ def _merge_options(
 
 
 def _flatten_images(images: Any) -> tuple[list, list[int] | None]:
-    """Return a flat list of images, and how many each text has if they came in a list per text."""
+    """Return a flat list of images; and the number of images of each text.
+
+    The latter is ``None`` if the images did not come in one list for each text.
+    """
     if holds_no_media(images):
         return [], None
     if isinstance(images, (list, tuple)) and any(

@@ -1,15 +1,15 @@
-"""Requirements of training in several processes, whichever framework started them."""
+"""Requirements of training in several processes, whatever framework started the processes."""
 
 import torch
 from torch import nn
 
 
 def must_run_on_every_process(module: nn.Module) -> bool:
-    """Return whether a module has to run in every process, also in one that has no input for it.
+    """Return whether a module has to run in every process, even in one that has no input for it.
 
-    Sharded weights (ZeRO-3, FSDP) require this, because processes gather them together. Replicated,
-    trained weights (ZeRO-1, ZeRO-2, DDP) require it, too, because gradients are reduced in buckets
-    that every process must fill alike.
+    Sharded weights (ZeRO-3, FSDP) require this, because all processes gather them together.
+    Replicated weights that are trained (ZeRO-1, ZeRO-2, DDP) require it, too, because gradients are
+    reduced in buckets that every process must fill alike.
     """
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True
@@ -30,7 +30,7 @@ def must_run_on_every_process(module: nn.Module) -> bool:
 def refuse_split_model(model: nn.Module) -> None:
     """Raise ``ValueError`` if ``device_map`` split a model that several processes train.
 
-    Each process would use all of its devices. Frameworks notice this in different ways, or never.
+    Each process would use all devices of the model. Some frameworks report this, others do not.
     """
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None or not torch.distributed.is_available():

@@ -1,8 +1,9 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-Token ids are those of the published tokenizer. A folder with only ``tokenizer.model`` (tiktoken's
-ranks) is converted on loading, and ``save_pretrained`` writes ``tokenizer.json``. Ordinary encoding
-returns no position ids, which the model computes; chats have them, as published.
+It returns the token ids of the published tokenizer. Loading converts a folder that has only
+``tokenizer.model`` (tiktoken's file of tokens and their ranks), and ``save_pretrained`` writes
+``tokenizer.json``. As published, chats have position ids. Ordinary encoding returns none, because
+the model computes them.
 """
 
 import base64
@@ -15,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
-# Imported first: it reports versions of transformers that are too old for the imports below.
+# This import comes first: it reports a transformers that is too old for the imports below.
 from .configuration_chatglm import PROCESSOR_CLASS, keep_known_settings, own_auto_map
 
 # isort: split
@@ -30,7 +31,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .image_processing_chatglm import ChatGLMImageProcessor
 
 CHAT_ROLES = ("system", "user", "assistant", "observation")
-# In the order of their ids, which follow the ranks.
+# In the order of their ids. The first id follows the last rank of tokenizer.model.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "[MASK]",
@@ -45,10 +46,11 @@ SPECIAL_TOKENS = (
     "<|end_of_video|>",
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
-# clean_up_tokenization_spaces removes the spaces of these, in this order, as in transformers.
+# With clean_up_tokenization_spaces, decoding removes the spaces in these patterns, in this order,
+# as transformers does.
 CLEAN_UP_PATTERNS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
-# Options by which tokenizers of other models add something to a text, or remove it.
+# Options with which tokenizers of other models add something to a text, or remove something.
 UNSUPPORTED_TEXT_OPTIONS = (
     "add_prefix_space",
     "add_bos_token",
@@ -58,7 +60,7 @@ UNSUPPORTED_TEXT_OPTIONS = (
     "strip_accents",
 )
 
-# Settings of the tokenizer's file.
+# The settings that tokenizer_config.json may have.
 SAVED_TOKENIZER_FIELDS = {
     "added_tokens_decoder",
     "additional_special_tokens",
@@ -79,7 +81,8 @@ SAVED_TOKENIZER_FIELDS |= {
     "split_special_tokens",
 }
 SAVED_TOKENIZER_FIELDS |= {"tokenizer_class", "truncation_side", *UNSUPPORTED_TEXT_OPTIONS}
-# Arguments that transformers stores among the settings: where the tokenizer was loaded from.
+# Arguments that transformers stores among the settings, although they only say where the tokenizer
+# was loaded from.
 LOADING_KWARGS = {
     "name_or_path",
     "is_local",
@@ -89,10 +92,11 @@ LOADING_KWARGS = {
 }
 LOADING_KWARGS |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
 
-# Values aligned with the ids that are padded with 0.
+# Names of values that are aligned with the ids and are padded with 0.
 ZERO_PADDED_KEYS = {"position_ids", "assistant_masks"}
 
-# Texts are split by this pattern (cl100k_base's) before BPE, because the ranks were trained so.
+# Texts are split by this pattern (that of cl100k_base) before BPE, because the ranks were trained
+# on texts that were split by it.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -103,11 +107,11 @@ SPLIT_PATTERN = (
     r"|\s+"
 )
 
-# `piece_break` is undefined, hence empty, when other code renders this. Our tokenizer passes a
-# mark, because the published code tokenizes a content apart from the line above it. The generation
-# block is everything after <|assistant|>, where a generation prompt ends: the model also writes the
-# metadata line (a tool's name, mostly empty). Saved tokenizers contain the template: a change here
-# would make theirs custom templates.
+# Our tokenizer passes a mark as `piece_break`, because the published code tokenizes a content apart
+# from the line above it. Other code that renders the template does not define `piece_break`, which
+# is then empty. The generation block is everything after <|assistant|>, where a generation prompt
+# ends; it contains the metadata line (a tool's name, mostly empty), which the model writes, too.
+# Saved tokenizers contain the template: after a change here, theirs would be custom templates.
 CHAT_TEMPLATE = r"""
 {%- macro describe(tools) %}
     {{- '<|system|>\n' }}{{ piece_break }}
@@ -169,7 +173,8 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """.strip()
 
-# Noncharacters, which Unicode reserves for internal use; in a user's text they are escaped.
+# Marks in rendered texts. They are noncharacters, which Unicode reserves for internal use; if a
+# user's text contains one, it is escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
@@ -180,8 +185,11 @@ PLAIN_MESSAGE_KEYS = {"role", "content", "image"}
 
 
 def _render_plain(messages: list[dict], piece_break: str) -> str | None:
-    """Render messages of text and at most one image each, exactly as `CHAT_TEMPLATE` does, in a
-    tenth of Jinja's time. Return None for all other messages."""
+    """Render plain messages exactly as `CHAT_TEMPLATE` does, in a tenth of Jinja's time.
+
+    A message is plain if its content is a string and it has no keys but `PLAIN_MESSAGE_KEYS`.
+    Return None if any message is not.
+    """
     rendered = ["[gMASK]<sop>"]
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -197,11 +205,11 @@ def _render_plain(messages: list[dict], piece_break: str) -> str | None:
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
 
-    Ordinary encoding prepends ``[gMASK]<sop>`` and, as published, encodes special tokens in the
-    text as such. `apply_chat_template` never does that with the text of a message.
+    Ordinary encoding prepends ``[gMASK]<sop>``. As published, it encodes special tokens in the text
+    as special tokens; `apply_chat_template` encodes those in a message as plain text.
 
     Args:
-        vocab_file: Published ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
+        vocab_file: The published ``tokenizer.model``, read if there is no ``tokenizer_file``.
         image_size: Side in pixels of the images that `apply_chat_template` preprocesses.
         **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
             ``<|endoftext|>``, ``padding_side`` to left.
@@ -239,8 +247,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             kwargs["backend"] = "tokenizers"  # the file may name another one
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
-        # transformers 5 saves this list as `extra_special_tokens`, for which 4.57 takes only a dict
-        # (of named tokens); both take the older name.
+        # transformers 5 saves the list of special tokens as `extra_special_tokens`, where 4.57
+        # takes only a dict of named tokens. Both versions take `additional_special_tokens`.
         extra_tokens = list(kwargs.pop("additional_special_tokens", None) or ())
         if not isinstance(kwargs.get("extra_special_tokens"), dict):
             extra_tokens += kwargs.pop("extra_special_tokens", None) or ()
@@ -261,8 +269,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def update_post_processor(self) -> None:
         """Make the backend prepend ``[gMASK]<sop>``.
 
-        transformers 5 calls this when ``add_bos_token`` or ``add_eos_token`` is set, and its own
-        method would remove the prefix.
+        transformers 5 calls this method when ``add_bos_token`` or ``add_eos_token`` is set. The
+        method that is replaced here would remove the prefix.
         """
         _refuse_unsupported_options(vars(self), prefix="_")
         prefix = " ".join(PROMPT_PREFIX)
@@ -274,19 +282,19 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict[str, Any]:
-        """Leave reading the files to ``__init__``.
+        """Return the arguments unchanged, so that ``__init__`` reads the files.
 
-        transformers 5 would rebuild the tokenizer from parts of ``tokenizer.json``, and read
-        ``tokenizer.model`` as sentencepiece.
+        The method of transformers 5 would rebuild the tokenizer from parts of ``tokenizer.json``,
+        and read ``tokenizer.model`` as sentencepiece.
         """
         return kwargs
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
-        The file of a tokenizer that was loaded with a processor names the processor's class. If the
-        tokenizer is saved alone, the processor's code is copied, too, or if there is none, the name
-        is left out. Unknown settings are logged and not saved.
+        The settings of a tokenizer that was loaded with a processor name the processor's class, so
+        that class's file is copied to ``save_directory`` if it is not there. If there is no such
+        file, the name is left out. Unknown settings are logged and not saved.
         """
         settings = {
             key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS
@@ -308,7 +316,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @functools.wraps(PreTrainedTokenizerFast.__call__)  # other code reads its signature
     def __call__(self, *args, **kwargs) -> BatchEncoding:
-        # transformers' tokenizers would drop media and only log it.
+        # transformers' tokenizers would drop images and other media, and only log that.
         drop_empty_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
         drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
         return super().__call__(*args, **kwargs)
@@ -337,26 +345,29 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         A message is a dict, a dataclass or a pydantic model: ``{"role", "content"}`` with optional
         ``"metadata"``, ``"tools"`` and ``"image"``. ``"image"`` is one image; None and, as
         published, any other false value mean no image. ``"content"`` may be a list of ``{"type":
-        "text", "text": ...}`` and ``{"type": "image", ...}``. The images of a message come first,
-        wherever they are in this list. Messages with neither image nor text are left out. Other
-        keys than these are refused unless they are None; a custom template may use more.
+        "text", "text": ...}`` and ``{"type": "image", ...}``. The images of a message come before
+        its text, wherever they are in this list. Messages with neither image nor text are left out.
+        All other keys are refused unless their value is None; with a custom template, messages may
+        have any keys.
 
-        With ``tokenize=True`` no text of the caller becomes a special token, with any template. A
-        rendered string (``tokenize=False``) cannot make that distinction.
+        With ``tokenize=True``, no text of the caller becomes a special token, whatever the
+        template. With ``tokenize=False``, special tokens in the caller's text look like those of
+        the template.
 
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
-            tokenizer_kwargs: ``pad_to_multiple_of`` and ``padding_side``.
+            tokenizer_kwargs: A dict, which may have ``pad_to_multiple_of`` and ``padding_side``.
             **kwargs: ``documents`` and other variables for the template.
 
         Returns:
-            With ``tokenize=False`` text: a string, or a list for a list of conversations. Otherwise
-            always a batch of unexpanded prompts (three ids for an image): ids ``[B, L]``, or with
-            ``return_dict`` also ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding),
-            ``assistant_masks`` if requested, and ``images`` if the messages have images: float32
-            ``[number of images, 3, S, S]`` in the order of their begin ids, a torch tensor unless
-            ``return_tensors`` is ``"np"``. Images are read only with ``return_dict``. All image
-            parts may lack their image, but not only some.
+            With ``tokenize=False`` a string, or a list of strings for a list of conversations.
+            Otherwise always a batch of unexpanded prompts (three ids for an image): the ids
+            ``[B, L]``. With ``return_dict`` a dict with the ids, ``attention_mask``,
+            ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if requested, and
+            ``images`` if the messages have images: float32 ``[number of images, 3, S, S]`` in the
+            order of their begin ids, a torch tensor unless ``return_tensors`` is ``"np"``. Images
+            are read only with ``return_dict``; either all or none of the image parts then have
+            their image.
         """
         if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
@@ -451,8 +462,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     ) -> tuple[list[str], list]:
         """Render conversations.
 
+        Args:
+            escaper: Escapes the caller's strings; ``None`` renders them as they are.
+
         Returns:
-            The texts; and for each the character spans of the assistant's turns, if requested.
+            The texts, and for each text the character spans of the assistant's turns (an empty list
+            if they are not requested).
         """
         drop_empty_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
         drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
@@ -464,9 +479,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "continue_final_message excludes add_generation_prompt and "
                 "return_assistant_tokens_mask: the final message is left open"
             )
-        variables.pop("sanitize_control_tokens", None)  # of transformers 5.23; always done here
+        # An option of transformers 5.23; this tokenizer always does what it asks for.
+        variables.pop("sanitize_control_tokens", None)
         if tools is not None:
-            # Schemas are built here, so that docstrings are escaped like any other string.
+            # Schemas of functions are built here, so that the functions' docstrings are escaped
+            # like any other string.
             tools = [
                 tool if isinstance(tool, Mapping) else get_json_schema(tool)
                 for tool in _as_dicts(tools)
@@ -493,11 +510,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return rendered
 
     def _collect_images(self, conversations: list[list[dict]], sequences: list[list[int]]) -> list:
-        """Return the images of all messages in the order of their begin ids, not read yet."""
+        """Return the images of all messages, not read yet, in the order of their begin ids."""
         per_conversation = [find_images(messages, may_miss=True) for messages in conversations]
         flat = [image for images in per_conversation for image in images]
         if all(image is None for image in flat):
-            return []  # no images, or the caller has the images of image parts elsewhere
+            return []  # there are no images, or only image parts whose image the caller has
         per_conversation = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
@@ -522,7 +539,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Prepend ``[gMASK]<sop>`` to the ids, and append those of a pair, as encoding does."""
+        """Return ``[gMASK]<sop>``, the ids, and the ids of a second text, as encoding does."""
         return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
 
     def get_special_tokens_mask(
@@ -533,8 +550,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     ) -> list[int]:
         """Return 1 for special tokens and 0 for others.
 
-        The mask is that of the ids after :meth:`build_inputs_with_special_tokens`, unless they
-        have special tokens already.
+        The mask has an entry for each id that :meth:`build_inputs_with_special_tokens` returns, or
+        with ``already_has_special_tokens`` for each id in ``token_ids_0``.
         """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, True)
@@ -550,10 +567,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """Decode like the published tokenizer, a slow one.
+        """Decode like the published tokenizer, which is a slow one (in Python).
 
-        There is a space on either side of each added token, and the bytes between two of them are
-        decoded on their own.
+        Each added token is separated by a space from what is before and after it. The bytes between
+        two added tokens are decoded on their own.
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
@@ -585,7 +602,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Encode one message: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), text.
 
         Special tokens in metadata and text are encoded as plain text. With ``tokenize=False`` the
-        message is returned as a string.
+        result is a string, without ``message_prefix``.
         """
         if role not in CHAT_ROLES:
             raise ValueError(f"the message has the role {role!r}: use {', '.join(CHAT_ROLES)}")
@@ -600,15 +617,15 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
-        """Keep the split pattern.
+        """Return the tokenizer unchanged, with its split pattern.
 
-        transformers takes a folder that 4.57.3 to 4.57.6 saved to be Mistral's, and would replace
-        the pattern, which would change ids.
+        transformers takes a folder that its versions 4.57.3 to 4.57.6 saved for Mistral's. It would
+        replace the pattern, which would change ids.
         """
         return tokenizer
 
     def _pad(self, encoded_inputs, *, padding_side=None, **options) -> dict:  # type: ignore[override]
-        """Pad as transformers does, and :data:`ZERO_PADDED_KEYS` with 0."""
+        """Pad as transformers does, and pad :data:`ZERO_PADDED_KEYS` with 0."""
         padded = super()._pad(encoded_inputs, padding_side=padding_side, **options)
         on_left = (padding_side or self.padding_side) == "left"
         for name in padded.keys() & ZERO_PADDED_KEYS:
@@ -632,7 +649,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         **options,
     ) -> BatchEncoding:
         """Pad ``input_ids`` and :data:`ZERO_PADDED_KEYS`, and add the attention mask."""
-        # For any other padding, the base class takes max_length as a request to truncate.
+        # For any other padding, the base class would truncate to max_length.
         max_length = max_length if padding == "max_length" else None
         return self.pad(dict(sequences), padding=padding, max_length=max_length, **options)
 
@@ -654,9 +671,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
         chats = [split(text) for text in rendered]
-        # One call for all chats, which runs on several cores.
+        # All chats are encoded by one call, because it runs on several cores.
         tokenizer = self._tokenizer_without_specials()
-        # Without offsets, encoding takes two thirds of the time.
+        # encode_batch_fast returns no offsets, and takes two thirds of the time.
         encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
         texts = [_unescape(piece) for pieces in chats for piece in pieces[::2]]
         encodings = iter(encode_all(texts, add_special_tokens=False))
@@ -671,7 +688,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                     encoding = next(encodings)
                     ids += encoding.ids
                     if chat_spans:
-                        # The chat offset of each character of the unescaped piece.
+                        # The offset in the rendered chat of each character of the unescaped piece.
                         starts = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
                         starts.append(offset + len(piece))
                         mask += [in_spans(starts[a], starts[b]) for a, b in encoding.offsets]
@@ -688,8 +705,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _tokenizer_without_specials(self) -> Tokenizer:
         """Return a tokenizer with this vocabulary that encodes special tokens as plain text.
 
-        It shares its model with the backend tokenizer, whose settings stay unchanged, because other
-        threads may be using it.
+        The two share the BPE model. The settings of the backend tokenizer stay unchanged, because
+        other threads may be using it.
         """
         backend = self.backend_tokenizer
         plain = Tokenizer(backend.model)
@@ -707,13 +724,13 @@ def convert_ranks(
 ) -> Tokenizer:
     """Convert a tiktoken ranks file (lines of ``base64 rank``) to a tokenizer with the same ids.
 
-    transformers' TikTokenConverter would need the tiktoken package only to read the file.
+    transformers' TikTokenConverter is not used, because it needs the tiktoken package.
 
     Args:
-        special_tokens: Maps ids to tokens. Default: GLM-4's, numbered from the end of the ranks.
+        special_tokens: Maps ids to tokens. Default: GLM-4's, with the ids after the last rank.
 
     Raises:
-        ValueError: The special tokens do not follow the ranks in this file.
+        ValueError: The ids of the special tokens do not follow the ranks in this file.
     """
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
@@ -723,9 +740,9 @@ def convert_ranks(
     def as_text(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
 
-    # tiktoken merges the neighbors whose union has the lowest rank, however the union is split. A
-    # token of this file may rank below its own parts, so each token needs all of its splits as
-    # merges, not one.
+    # tiktoken merges the two neighbors whose union has the lowest rank, wherever the union is
+    # split. A token of this file may have a lower rank than its own parts, so all splits of a token
+    # into two tokens are merges.
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -733,7 +750,7 @@ def convert_ranks(
     model = BPE(
         vocab={as_text(token): rank for token, rank in ranks.items()},
         merges=[(as_text(head), as_text(tail)) for head, tail in merges],
-        # tiktoken looks up a complete piece before it merges.
+        # As in tiktoken, a piece of text that is itself a token is not merged from its parts.
         ignore_merges=True,
     )
     tokenizer = Tokenizer(model)
@@ -767,7 +784,7 @@ def _refuse_unsupported_options(options: Mapping[str, Any], prefix: str = "") ->
 
 
 def as_batch(conversation: Any) -> tuple[list[list], bool]:
-    """Return conversations as lists of dicts, and whether a list of them was passed."""
+    """Return a list of conversations as lists of dicts, and whether the argument was a list."""
     conversation = getattr(conversation, "messages", conversation)
     if len(conversation) == 0:
         raise ValueError("the conversation has 0 messages: give at least 1")
@@ -780,7 +797,7 @@ def as_batch(conversation: Any) -> tuple[list[list], bool]:
 def _as_dicts(value: Any) -> Any:
     """Convert nested dataclasses and pydantic models (such as OpenAI's client returns) to dicts.
 
-    Images in them are not copied.
+    Other values in them, such as images, are not copied.
     """
     if isinstance(value, Mapping):
         return {key: _as_dicts(item) for key, item in value.items()}
@@ -794,8 +811,8 @@ def _as_dicts(value: Any) -> Any:
 
 
 def _is_no_image(value: Any) -> bool:
-    """Return whether a message's ``image`` is absent. The published code tests its truth value."""
-    types_with_truth = (Sequence, Mapping, int, float, np.generic)  # arrays may raise an error
+    """Return whether a message's ``image`` means no image: as published, any false value does."""
+    types_with_truth = (Sequence, Mapping, int, float, np.generic)  # arrays may have no truth value
     return value is None or (isinstance(value, types_with_truth) and not value)
 
 
@@ -808,21 +825,25 @@ def holds_no_media(value: Any) -> bool:
     return value is None or (isinstance(value, (str, bytes, Mapping)) and not value)
 
 
-# Arguments by the names that transformers' processors and their callers use.
+# Names of arguments that transformers' processors and their callers use.
 IMAGE_ARGUMENTS = ("images", "image", "pixel_values")
 VIDEO_AND_AUDIO_ARGUMENTS = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
 SUPPORTED_MODALITIES = "this model takes images and text"
 
 
 def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> None:
-    """Remove the arguments ``names`` from ``kwargs``; ``ValueError`` if one is not empty."""
+    """Remove the arguments ``names`` from ``kwargs``; raise ``ValueError`` if one is not empty.
+
+    Args:
+        cure: What to do instead, for the message.
+    """
     for name in names:
         if not holds_no_media(kwargs.pop(name, None)):
             raise ValueError(f"the call was given {name}, which nothing reads: {cure}")
 
 
 def _drop_none(message: Mapping) -> dict:
-    """Return a message without None values, which templates would print, or a false ``image``."""
+    """Return a message without None values, which templates would print, and false images."""
     return {
         key: value
         for key, value in message.items()
@@ -836,9 +857,9 @@ def _content_parts(message: Mapping) -> Sequence:
 
 
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
-    """Return the images of a conversation, unread, in the order in which the template has them.
+    """Return the images of a conversation, without reading them, in the template's order.
 
-    An image part without an image raises ``ValueError``, or is ``None`` with ``may_miss``.
+    An image part without an image raises ``ValueError``, or with ``may_miss`` adds ``None``.
     """
     images = []
     for number, message in enumerate(messages):
@@ -901,7 +922,8 @@ def _check_part(subject: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{subject} has its image under {' and '.join(sources)}: give one of them")
-    # {"url": None} means that the caller has the image elsewhere.
+    # An image part without an image, such as {"url": None}, is valid: the caller may have the image
+    # elsewhere.
     for name in sources:
         if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
             raise ValueError(
@@ -911,7 +933,8 @@ def _check_part(subject: str, part: Any) -> None:
 
 
 def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) -> None:
-    # Rows of a table have None for their missing keys; OpenAI's client also returns empty lists.
+    # None and empty lists count as absent: rows of a table have None for missing keys, and OpenAI's
+    # client returns empty lists.
     for key, value in values.items():
         is_set = value is not None and not (isinstance(value, (list, tuple)) and not value)
         if key not in known and is_set:
@@ -923,15 +946,15 @@ def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) ->
 
 
 class _Escaper:
-    """Copier of template inputs, whose copied strings contain no special token.
+    """Copier of template inputs that escapes special tokens in their strings.
 
-    The first character of a special token is replaced by `_ESCAPE` and its code point, in digits,
-    because templates may change the case of strings. An incomplete special token at the end of a
-    string is escaped, too, because a template may append the rest.
+    The first character of a special token is replaced by `_ESCAPE` and the character's code point,
+    in digits, which survive templates that change the case of strings. An incomplete special token
+    at the end of a string is escaped, too, because a template may append the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
-        # Only the first character is consumed, so that overlapping occurrences match, too.
+        # A pattern consumes only the first character, so that overlapping tokens match, too.
         patterns = {_ESCAPE, _PIECE_BREAK}
         for token in specials:
             patterns.add(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
@@ -951,8 +974,8 @@ class _Escaper:
             return self(value.item())
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        # Images and other objects: templates only test whether they exist, and an object's own text
-        # could contain special tokens.
+        # Templates only test whether images and other objects exist. An object's own text could
+        # contain special tokens, so its type's name replaces it.
         return self(f"<{type(value).__name__}>")
 
 

@@ -1,8 +1,8 @@
 """The EVA2-CLIP vision tower of glm-4v and the projector to the language model's hidden size.
 
-Differences from a usual ViT: a layer normalizes the *output* of its attention and of its MLP before
-the residual addition, there is no final norm, and the embeddings of begin- and end-of-image are
-parameters of the tower.
+The projector is an MLP. The tower differs from a usual ViT: a layer normalizes the *output* of its
+attention and of its MLP before the residual addition, there is no final norm, and the embeddings of
+begin- and end-of-image are parameters of the tower.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,21 @@ from .attention import attend
 from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 
+# A name's suffix lists the tensor's dimensions: x_NTV is (N, T, V).
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
-# (class token first), V hidden size of the tower, G side of the patch grid, K = num_image_tokens,
-# D hidden size of the language model.
+# (class token first), V hidden size of the tower, G side of the patch grid in patches,
+# K = num_image_tokens, D hidden size of the language model.
 
 
 @dataclass
 class VisionOutputCollector:
-    """Outputs of the tower besides the features, collected in the lists that are not ``None``.
+    """Collector of the tower's outputs besides the features. A list that is ``None`` is not filled.
 
     Attributes:
-        hidden_states: ``(N, T, V)`` each: the input of every layer and the output of the last.
-        attentions: ``(N, heads, T, T)`` of each layer, with eager attention only.
-        last_hidden_state: ``(N, T, V)``.
+        hidden_states: The input of every layer and the output of the last, ``(N, T, V)`` each.
+        attentions: Attention weights ``(N, heads, T, T)`` of each layer; only eager attention
+            computes them.
+        last_hidden_state: Output of the last layer, ``(N, T, V)``.
     """
 
     hidden_states: list[Tensor] | None = None
@@ -52,7 +54,7 @@ class PatchEmbedding(nn.Module):
         patches_NPV = self.project(images)
         class_N1V = self.cls_embedding.expand(images.shape[0], 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
-        # Call the module instead of indexing its weight: ZeRO-3 gathers weights for forward only.
+        # The module is called, because ZeRO-3 gathers its weight only for a call of the module.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
         return tokens_NTV + self.position_embedding(positions)
 
@@ -144,7 +146,7 @@ class Transformer(nn.Module):
 
 
 class GLU(nn.Module):
-    """The projector after the tower, at the language model's hidden size."""
+    """The projector after the tower. It runs at the language model's hidden size."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -165,7 +167,7 @@ class EVA2CLIPModel(nn.Module):
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        # Read once: torch.compile cannot trace the property.
+        # The property is read only here, because torch.compile cannot trace it.
         self.vision_config = vision = config.vision
         self.patch_embedding = PatchEmbedding(config)
         self.transformer = Transformer(config)
@@ -181,12 +183,13 @@ class EVA2CLIPModel(nn.Module):
 
         Args:
             images: ``(N, 3, S, S)``, in the dtype of the weights. ``S`` is the configured
-                ``image_size``, or ``smallest_side`` for a dummy image that only has to use every
+                ``image_size``, or ``smallest_side`` for a dummy image, which only has to use every
                 parameter.
             collector: Collects hidden states and attentions.
 
         Returns:
-            ``(N, num_image_tokens + 2, D)``: begin, image and end, divided by ``scaling_factor``.
+            ``(N, num_image_tokens + 2, D)``: the embeddings of begin, inner tokens and end, divided
+            by ``scaling_factor``.
         """
         patches_NPV = self.transformer(self.patch_embedding(images), collector)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
