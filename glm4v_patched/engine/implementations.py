@@ -119,9 +119,9 @@ class ImplementationEntry:
         requires: Supported classes of each submodule that the implementation computes itself or
             whose output it overwrites. While one of these submodules has a blocker, the module
             computes as published: it runs the method of ``replaces``.
-        may_fuse: Supported classes of each submodule that the implementation may bypass, or to
-            which it may pass fp8 or partial sums, while the submodule has no blocker; "" is the
-            module itself.
+        may_fuse: Supported classes of each submodule that the implementation treats specially
+            while it has no blocker: it computes the submodule itself, or passes it fp8 inputs or
+            split-K partial sums. "" is the module itself.
         set_up: Called with each module after its class was changed.
     """
 
@@ -142,8 +142,8 @@ def find_blocker(
     """Return why no other module may compute what ``module`` computes, or None.
 
     Args:
-        classes: Supported classes, without their subclasses. A module that has an implementation of
-            the table counts as that implementation.
+        classes: Supported classes, without their subclasses. A module to which an entry of
+            :data:`IMPLEMENTATIONS` was applied counts as its implementation class.
         hooks_block: Whether hooks are a blocker; False for a module that will still be called.
     """
     module_class = type(module)
@@ -216,7 +216,8 @@ def _triton_blocker(_located: LocatedModule, _usage: ModelUsage) -> str | None:
 
 
 def _block_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
-    """Return why a submodule of a block may not return partial sums, which only blocks accept."""
+    """Return why an attention or MLP may not return split-K partial sums, or None. Only a block of
+    the language model can reduce them."""
     layer: Any = located.layer
     if layer is None or find_blocker(layer, (GLMBlock, InferenceBlock), hooks_block=False):
         return "it is not in a GLMBlock, or in one that is wrapped"

@@ -40,8 +40,8 @@ class ExpandedBatch(NamedTuple):
             sample (inner tokens of an image are counted one by one).
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
-        text_only_from: The first column from which on all sequences are text whose position ids
-            increase by 1. It is 0 if all columns are such text and continue the cache.
+        text_only_from: Index of a column. From it on, every sequence is text, and its position ids
+            increase by 1. It is 0 if this holds for all columns and they continue the cache.
     """
 
     input_ids: Tensor
@@ -56,7 +56,8 @@ class ExpandedBatch(NamedTuple):
 
 
 class _ImageSpans(NamedTuple):
-    """Masks ``(B, L)`` of images. A begin id begins one if the next begin or end id is an end."""
+    """Masks ``(B, L)`` of images. An image is a begin id and the next end id, without another begin
+    id between them."""
 
     begin_ids: Tensor  # all begin ids of the prompt, also those without an end
     end_ids: Tensor  # all end ids of the prompt, also those without a begin
@@ -92,8 +93,8 @@ def expand_image_placeholders(
     compiled graphs the CPU computes the expansion: on a GPU, each of its hundreds of small
     operations would be a kernel launch. The result is on the device of ``input_ids``.
 
-    Compiled and exported graphs expect expanded prompts; an exported program with images takes
-    unexpanded prompts, too.
+    Compiled graphs take expanded prompts only. An exported program with images takes expanded and
+    unexpanded prompts.
 
     Args:
         num_images: Number of images that come with the batch. With ``batch.num_cached`` these are

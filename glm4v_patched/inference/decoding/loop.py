@@ -41,8 +41,8 @@ from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
 # How many further decode steps may be queued before a step's unfinished flags are read, by device
-# type; 0 for other types. 2, because with 1 the host would have to queue each step within the time
-# that the device takes for one.
+# type; 0 for other types. With 1, the host would have to queue each step in the time of one step on
+# the device; 2 leaves it twice the time.
 MAX_LAG = {"cuda": 2}
 NONFINITE = 2  # value of a sequence's unfinished flag (else 0 or 1) if its logits are not finite
 # Suffixes of tensors name their dimensions: B sequences, V vocabulary entries.
