@@ -214,10 +214,11 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
 
 @pytest.mark.slow
 def test_adapters_go_on_under_zero_3_from_a_folder(recipe, trained):
-    """They begin with the last loss of the first run, not with that of new adapters."""
+    """Their first loss is far below that of new adapters on the same batch."""
     losses, continued = (losses_of(trained[name]) for name in ("twenty steps", "from its folder"))
     assert losses[-1] < losses[0] - 1
-    assert abs(continued[0] - losses[-1]) < 0.5
+    # Both runs have the same seed and data, so both begin with the same batch.
+    assert continued[0] < losses[0] - 1
     config = json.loads(Path(trained["from its folder"].out, "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == recipe.model
 
