@@ -33,7 +33,7 @@ from .forked import run_forked
 from .image_files import FileStamp, file_times
 from .messages import images_of, replace_images
 from .rows import ROWS_CURE, ConversationRow, RowProblem, describe_problems, iter_rows
-from .source import DataSource
+from .source import COMPRESSED, DataSource
 from .stored_rows import (
     ROWS_PER_BATCH,
     StoredRows,
@@ -44,7 +44,7 @@ from .stored_rows import (
     writable_folder,
     write_rows,
 )
-from .text_rows import count_lines, file_kind
+from .text_rows import LINE_KINDS, count_lines, file_kind
 from .workers import cores
 
 # Images after which the cache is written, so that a stopped check loses little work.
@@ -58,6 +58,7 @@ CLOCK_TICK_NS = 2 * 10**9
 
 # Reading this many bytes takes a second; starting a process takes a tenth of one.
 BYTES_PER_PROCESS = 2**21
+MAX_PROCESSES = 16  # each of them parses every line
 PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
 DataSources = Sequence[DataSource]
@@ -207,23 +208,25 @@ def _measured_batches(
 
 
 def num_reading_processes(sources: DataSources) -> int:
-    """Return how many processes read the sources: at most one per core if all are text files, and
-    one if a source is a table, a folder or on the Hub, or may need downloads."""
+    """Return how many processes read the sources: up to one per core if all are files with a row
+    per line, else one. Each process would hold all of a JSON document, and downloads would be
+    shared by none."""
     useful_processes = 0
     for source in sources:
         path = Path(source.path)
-        is_text = source.is_local and path.is_file() and file_kind(path) != "table"
-        if source.allow_urls or not is_text:
+        has_lines = source.is_local and path.is_file() and file_kind(path) in LINE_KINDS
+        if source.allow_urls or not has_lines:
             return 1
         useful_processes += path.stat().st_size // BYTES_PER_PROCESS
-    return max(1, min(cores(), useful_processes))
+    return max(1, min(cores(), MAX_PROCESSES, useful_processes))
 
 
 def _store_in_processes(
     sources: DataSources, collator: ConversationCollator, processes: int, folder: Path | None
 ) -> StoredRows:
     """Store the rows of sources; each of n processes reads and measures every n-th row."""
-    total = sum(count_lines(Path(source.path)) for source in sources)
+    is_compressed = any(source.path.lower().endswith(COMPRESSED) for source in sources)
+    total = None if is_compressed else sum(count_lines(Path(source.path)) for source in sources)
     with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as name:
 
         def store_shard(process: int, report: Callable[[int], None]) -> None:

@@ -84,6 +84,7 @@ def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any
     except Exception as caught:
         error = caught
     try:
-        sender.send(error)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        pickle.loads(pickle.dumps(error))  # some errors can be pickled, but not be loaded again
+    except Exception:  # a class decides how it is pickled
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    sender.send(error)

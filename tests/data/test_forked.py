@@ -12,6 +12,13 @@ from glm4v_patched.data.forked import run_forked
 from glm4v_patched.data.source import DataSource
 
 
+class TwoArguments(ValueError):
+    """Can be pickled, and not be loaded again."""
+
+    def __init__(self, field, text):
+        super().__init__(text)
+
+
 def conversation(number: int) -> dict:
     words = "word " * (number % 7)
     question = {"role": "user", "content": f"What is {number}? {words}"}
@@ -52,6 +59,9 @@ def test_processes_share_only_large_files_of_text(tmp_path, monkeypatch, changes
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(conversation(1)) * 4)
     assert check.num_reading_processes([DataSource(**({"path": str(path)} | changes))]) == processes
+    document = tmp_path / "a.json"  # each process would hold all of it
+    document.write_text(json.dumps([conversation(1)] * 4, indent=1))
+    assert check.num_reading_processes([DataSource(str(document))]) == 1
     path.write_text(json.dumps(conversation(1))[:199])
     assert check.num_reading_processes([DataSource(str(path))]) == 1
 
@@ -79,10 +89,7 @@ def test_a_process_that_is_killed_is_an_error():
 
 def test_an_error_that_cannot_be_pickled_arrives_with_its_words():
     def fail(number, report):
-        class Odd(Exception):
-            pass
+        raise TwoArguments("field", "as told")
 
-        raise Odd("as told")
-
-    with pytest.raises(RuntimeError, match="Odd: as told"):
+    with pytest.raises(RuntimeError, match="TwoArguments: as told"):
         run_forked(fail, 1, lambda n: None)
