@@ -238,9 +238,12 @@ def try_jobs(session: nox.Session, job: str) -> None:
 
 @nox.session
 def notebook(session: nox.Session) -> None:
-    """docs/quickstart.ipynb, from its first cell to the last, in a folder of its own."""
-    install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0")
+    """docs/quickstart.ipynb from its first cell to the last, from the wheel, as on Colab."""
     out = Path(session.create_tmp())
+    install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0", "hatchling")
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(ROOT))
+    session.install("--no-deps", *map(str, out.glob("*.whl")))
+    del session.env["PYTHONPATH"]  # the checkout
     shutil.copy("docs/quickstart.ipynb", out)  # cells run where their notebook is
     options = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
     session.chdir(out)
@@ -267,14 +270,17 @@ def workflows(session: nox.Session) -> None:
 
 
 @nox.session
-def package(session: nox.Session) -> None:
-    """Build sdist and wheel into a folder as release.yml does, and test what is in them."""
-    [out] = session.posargs or [session.create_tmp()]
+def release(session: nox.Session) -> None:
+    """Build into a folder all that a release publishes, without publishing it, and test it."""
+    out = Path(*session.posargs or [session.create_tmp()], "release").absolute()
+    shutil.rmtree(out, ignore_errors=True)
     session.install("--require-hashes", "-r", str(ROOT / ".github" / "release.txt"))
     session.chdir(ROOT)
-    session.run("python", "-m", "hatchling", "build", "-d", str(Path(out).absolute()))
+    session.run("python", ".ci/release.py", str(out))
     session.install("pytest", "pyyaml")
+    session.env["RELEASE"] = str(out)
     run_tests(session, "--noconftest", "-c", "/dev/null", "tests/test_package.py")
+    session.notify("docs", [str(out / "site")])
 
 
 @nox.session
