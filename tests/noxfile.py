@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import time
 import tomllib
 from itertools import product
@@ -132,11 +133,34 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @nox.session(venv_backend="none")
 def test_command(session: nox.Session) -> None:
-    """Run README's second command as it is written there."""
-    command = blocks(README, "bash")[1]
-    assert command.strip().endswith("/pytest"), command
+    """Run README's second command as it is written there, its tests in an odd environment."""
+    install, _, pytest = blocks(README, "bash")[1].rpartition(" && ")
+    assert pytest.strip().endswith("/pytest"), pytest
     session.chdir(ROOT)
-    session.run("bash", "-euo", "pipefail", "-c", command, external=True)
+    session.run("bash", "-euo", "pipefail", "-c", install, external=True)
+    command = f"umask 077; unset HOME; {pytest}"
+    with tempfile.TemporaryDirectory() as folder:
+        environment = odd_environment(Path(folder))
+        session.run("bash", "-euo", "pipefail", "-c", command, external=True, env=environment)
+
+
+def odd_environment(folder: Path) -> dict[str, str]:
+    """Return variables that make tests fail if they assume the environment of one machine.
+
+    The temporary folder has a long name with spaces, behind a link. (With more than 75 characters,
+    multiprocessing could not make its sockets there.) Requests fail, except to this machine.
+    """
+    (folder / "real").mkdir()
+    temporary = folder / "a link with a long name and spaces"
+    temporary.symlink_to("real")
+    no_network = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    return no_network | {
+        "no_proxy": "127.0.0.1,localhost",
+        "TMPDIR": str(temporary),
+        "TZ": "Asia/Kathmandu",
+        "LC_ALL": "C",
+        "PYTHONHASHSEED": "4321",
+    }
 
 
 SLOW = {

@@ -28,7 +28,7 @@ def imported_by(module: str) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
     path, imported = MODULES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:

@@ -17,12 +17,12 @@ CARD = ROOT / "hub_upload" / "MODEL_CARD.md"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_that_are_there(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text()))
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text("utf-8")))
     assert linked == {page.name for page in DOCS}
 
 
@@ -55,7 +55,7 @@ def test_what_you_need_is_measured():
         results.append(row | {"workload": recipe["trained"]})
     results = [row for row in results if "error" not in row]
     lines = re.findall(
-        r"^\| (\d) x (\d+) GB \| `(\w+)`(.*)\| ([\d.]+) \|$", README.read_text(), re.M
+        r"^\| (\d) x (\d+) GB \| `(\w+)`(.*)\| ([\d.]+) \|$", README.read_text("utf-8"), re.M
     )
     assert len(lines) >= 10
     for gpus, gigabytes, trained, words, speed in lines:

@@ -21,7 +21,7 @@ def results(pattern: str) -> list[dict]:
 
 def table(page: Path, head: str) -> list[list[str]]:
     """Cells of the rows below a table's first line that begins with ``head``."""
-    _, begins, text = page.read_text().partition(f"\n{head}")
+    _, begins, text = page.read_text("utf-8").partition(f"\n{head}")
     assert begins, f"{page.name} has no table {head}"
     lines = [line for line in text.partition("\n\n")[0].splitlines()[2:] if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -37,7 +37,7 @@ def short(value: float) -> float:
 
 
 def test_the_table_of_releases_is_that_of_its_rows():
-    page, file = every_version.PAGE.read_text(), every_version.RESULTS
+    page, file = every_version.PAGE.read_text("utf-8"), every_version.RESULTS
     assert page == on_page(page, file, every_version.table(read_rows(file))), (
         "python -m tests.every_version --page"
     )
@@ -57,9 +57,9 @@ def test_the_matrix_is_counted():
     total = Counter(row["outcome"] for row in rows)
     assert total.keys() == {"passed", "cannot work"}
     words = "5,832 passed, 0 failed, 864 cannot work"
-    assert words in (DOCS / "numerics.md").read_text()
+    assert words in (DOCS / "numerics.md").read_text("utf-8")
     assert total == {"passed": 5832, "cannot work": 864}
-    assert "6,696" in (ROOT / "README.md").read_text() and len(rows) == 6696
+    assert "6,696" in (ROOT / "README.md").read_text("utf-8") and len(rows) == 6696
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,8 @@ def test_missing_requirements_of_fp8_are_reported_before_a_model_is_built(monkey
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
     with words.refused(ValueError, "ffn_hidden_size is 104", "16"):
         fp8.require_fp8(PLAIN, odd)
+    with pytest.raises(ValueError, match=r"multi_query_group_num \* kv_channels is 40, .* 16"):
+        fp8.require_fp8(PLAIN, tiny_config(kv_channels=20))
     monkeypatch.setattr(fp8, "_allow_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with words.refused(RuntimeError, "GPU"):

@@ -85,7 +85,9 @@ def test_a_model_on_a_cpu_computes_the_same_and_keeps_its_classes_without_triton
 
 @pytest.mark.parametrize("has_skinny_gemm", [False, True])
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_kernels_and_layers_fit_together(monkeypatch, weights, has_skinny_gemm):
+def test_inference_layers_with_reference_kernels_compute_the_same_logits(
+    monkeypatch, weights, has_skinny_gemm
+):
     """With the reference kernels, in prefill and in decode steps."""
     model, ids = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
     for module in model.modules():  # initially ones or zeros, which would hide mix-ups

@@ -19,11 +19,11 @@ from tests.helpers.tiny import (
     PAD,
     expanded_image,
     random_pixels,
+    shallow_model,
     text,
     tiny_config,
     unexpanded_image,
 )
-from tests.helpers.tiny import tiny_model as make_tiny_model
 
 ATOL = 1e-5
 varies_in_images = pytest.mark.skipif(
@@ -35,7 +35,7 @@ SIZES = [(1, 1), (1, 2), (2, 2), (3, 1), (3, 20)]  # rows, and ids of each
 
 @pytest.fixture(scope="module")
 def model():
-    return make_tiny_model(num_layers=1, use_cache=False)
+    return shallow_model(use_cache=False)
 
 
 @pytest.fixture(scope="module")
