@@ -87,9 +87,9 @@ def test_logits_are_equal_with_other_sizes_and_attention(changes, implementation
     model = GLM4VForCausalLM(config).eval()
     halves = by_halves(model)
     with torch.no_grad():
-        for each in (model, halves):
-            each.set_attn_implementation(implementation)
-        logits = [each(**inputs()).logits for each in (model, halves)]
+        for rotated in (model, halves):
+            rotated.set_attn_implementation(implementation)
+        logits = [rotated(**inputs()).logits for rotated in (model, halves)]
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
 
 
