@@ -18,6 +18,7 @@ from ..engine.environment import (
 )
 from ..models.base import pin_revision, read_report, require_recorded_base
 from ..models.check_weights import require_complete_model
+from ..models.find import note_assumptions
 from ..models.placement import Placement
 from ..terminal_text import own_command, pluralize, printable, show_progress
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
@@ -185,6 +186,8 @@ def require_model(job: Job) -> Job:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 
         require_adapters(base)
+    else:
+        note_assumptions(base)
     return job.with_base(base)
 
 

@@ -19,6 +19,7 @@ from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.models.quantized_weights import WEIGHT_FORMATS, choose_cache_implementation
+from tests.helpers.cogagent import write_cogagent
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
@@ -168,3 +169,23 @@ def test_each_weight_format_answers_on_a_gpu(files, weights):
     loaded = load_with_processor(find_source(str(files.model), weights=weights), "cuda", weights)
     assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(asked(files))) == 2
     assert type(loaded.model.transformer.output_layer) is torch.nn.Linear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [None, *sorted(WEIGHT_FORMATS)])
+def test_a_cogagent_on_a_gpu_computes_what_its_glm_4v_does(files, tmp_path, weights):
+    """Nothing permutes the channels of quantized weights."""
+    if weights in REQUIRED_PACKAGES:
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    logits = []
+    for folder in (files.model, write_cogagent(files.model, tmp_path / "cogagent")):
+        source = find_source(str(folder), weights=weights)
+        answerer = Answerer(load_with_processor(source, "cuda", weights), Generation())
+        inputs = answerer.encode(asked(files))
+        with torch.no_grad():
+            logits.append(answerer.model(**inputs).logits.float())
+            answerer.model.config.original_rope ^= True
+            other_rotation = answerer.model(**inputs).logits.float()
+    glm4v, cogagent = logits
+    difference, limit = (cogagent - glm4v).norm(), 0.05 * glm4v.norm()
+    assert difference < limit and difference < 0.5 * (other_rotation - glm4v).norm()

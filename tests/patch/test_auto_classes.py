@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
@@ -27,6 +28,7 @@ from glm4v_patched.remote.modeling_chatglm import (
 )
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.helpers.cogagent import permuted
 from tests.helpers.legacy_repository import image_row, remote_code_under, write_legacy_repository
 from tests.helpers.local_hub import LocalHub, redirect_client
 from tests.helpers.tiny import tiny_model, update_json
@@ -173,11 +175,17 @@ def test_a_cogagent_loads_with_our_code(published, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "cogagent"))
     architectures = ["ChatGLMForConditionalGeneration"]
     update_json(folder / "config.json", original_rope=False, architectures=architectures)
+    weights = permuted(load_file(folder / "model.safetensors"), tiny_model().config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     glm4v_patched.apply()
     for name in ("AutoConfig", "AutoTokenizer", "AutoProcessor"):
         assert is_ours(load(name, folder, trust_remote_code=False)), name
     model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     assert is_ours(model) and model.config.original_rope is False
+    inputs = {name: value for name, value in image_row(seed=0).items() if name != "labels"}
+    loaded = load("AutoModelForCausalLM", folder, trust_remote_code=True)
+    logits = {"logits": loaded.eval()(**inputs).logits}
+    assert_close(logits, {"logits": tiny_model()(**inputs).logits}, atol=1e-4)
 
 
 @pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoModel", "AutoTokenizer"])

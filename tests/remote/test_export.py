@@ -137,8 +137,11 @@ def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
     return mask.bool()
 
 
-@pytest.mark.parametrize("make", [text_ids, with_all])
-def test_text_runs_at_other_sizes(model, make):
+@pytest.mark.parametrize(
+    ("make", "neighbors"), [(text_ids, True), (with_all, True), (with_all, False)]
+)
+def test_text_runs_at_other_sizes(model, monkeypatch, make, neighbors):
+    monkeypatch.setattr(model.config, "original_rope", neighbors)
     program = check(model, make)
     wrong = {"input_ids": make(2, 9)["input_ids"] + 512}
     with pytest.raises(RuntimeError, match="does not fit a compiled graph"):

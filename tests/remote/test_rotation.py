@@ -9,26 +9,18 @@ import pytest
 import torch
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import small_model, unexpanded_image
+from tests.helpers.cogagent import permuted
+from tests.helpers.tiny import small_model, tiny_config, unexpanded_image
 from tests.remote.inputs import prompts
 
 INPUTS = prompts(unexpanded_image())
 
 
 def by_halves(model: GLM4VForCausalLM) -> GLM4VForCausalLM:
-    """The model that rotates by halves and computes the same: channel 2i of a rotated half goes to
-    i, and channel 2i + 1 to i + half of them, in each query and key."""
+    """The model that rotates by halves and computes the same."""
     config = type(model.config)(**model.config.to_dict() | {"original_rope": False})
     other = GLM4VForCausalLM._from_config(config, attn_implementation="sdpa").to(model.dtype).eval()
-    other.load_state_dict(model.state_dict())
-    channels, rotated = config.kv_channels, config.kv_channels // 2
-    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, channels)]
-    heads = config.num_attention_heads + config.multi_query_group_num
-    rows = torch.tensor([head * channels + channel for head in range(heads) for channel in order])
-    with torch.no_grad():
-        for layer in other.transformer.encoder.layers:
-            for parameter in layer.self_attention.query_key_value.parameters():
-                parameter[: len(rows)] = parameter[rows].clone()
+    other.load_state_dict(permuted(model.state_dict(), config))
     return other
 
 
@@ -36,6 +28,35 @@ def by_halves(model: GLM4VForCausalLM) -> GLM4VForCausalLM:
 def models() -> tuple[GLM4VForCausalLM, GLM4VForCausalLM]:
     model = small_model().eval()
     return model, by_halves(model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_ratio": 50, "rope_in_fp32": True},
+        {"multi_query_group_num": 1, "kv_channels": 20},
+        {"multi_query_group_num": 4, "rope_ratio": 0.5},
+    ],
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_logits_are_equal_with_other_sizes_and_attention(changes, implementation):
+    torch.manual_seed(0)
+    config = tiny_config(initializer_range=0.1, num_layers=1, **changes)
+    model = GLM4VForCausalLM(config).eval()
+    halves = by_halves(model)
+    with torch.no_grad():
+        for rotated in (model, halves):
+            rotated.set_attn_implementation(implementation)
+        logits = [rotated(**INPUTS).logits for rotated in (model, halves)]
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+
+
+def test_the_other_rotation_of_the_same_weights_is_another_model(models):
+    _, halves = models
+    neighbors = small_model().eval()
+    neighbors.load_state_dict(halves.state_dict())
+    difference = (neighbors(**INPUTS).logits - halves(**INPUTS).logits).abs().max()
+    assert difference > 0.05 * halves(**INPUTS).logits.abs().max()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
