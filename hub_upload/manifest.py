@@ -1,7 +1,6 @@
 """``CODE_MANIFEST.json``: version, origin and files of a build."""
 
-import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -75,8 +74,3 @@ class Manifest(_ManifestModel):
 def parse_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
     """Parse a manifest; raise ``ValueError`` that names an invalid field."""
     return Manifest.model_validate(parse_json_object(content, name))
-
-
-def to_json_bytes(values: dict[str, Any]) -> bytes:
-    """Return indented JSON with a final newline."""
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -161,7 +161,7 @@ def test_a_failed_build_leaves_what_was_there(step, original, make, tmp_path, mo
         raise OSError(errno.EACCES, "Permission denied")
 
     def rename_but_new(path, target):
-        return fail() if path.name == "new" else rename(path, target)
+        return fail() if path.suffix == ".partial" else rename(path, target)
 
     if step == "rename":
         monkeypatch.setattr(Path, "rename", rename_but_new)
