@@ -245,7 +245,7 @@ def _refuse_settings(source: SourceFiles) -> None:
     if quantized := source.read_json(CONFIG).get("quantization_config"):
         raise ValueError(
             f"{source.name}: {CONFIG} has quantization_config {json.dumps(quantized):.80}; "
-            "expected none: publish the weights from before the quantization, and quantize them when "
+            "expected none: publish the weights from before the quantization, and quantize when "
             "you load them"
         )
     for file in {CONFIG, GENERATION_CONFIG} & source.files.keys():

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,6 @@ TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
-OTHER_PACKAGES = {"gptq": ["optimum"]}  # that transformers needs beside the quantizer's own
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DISK_CURE = ", or give a folder elsewhere as --out"
 IMAGE_MARK = "<|begin_of_image|>"
@@ -222,8 +222,10 @@ def _make_config(
                 f"{file}: {key} is {config[key]}, but the tokenizer has {ids.get(token)} for "
                 f"{token}"
             )
-    # A copy, because transformers takes keys out of it.
-    checked = ChatGLMConfig.from_dict(json.loads(json.dumps(config | {"vision_config": vision})))
+    try:  # of a copy, because transformers takes keys out of it
+        checked = ChatGLMConfig.from_dict(deepcopy(config | {"vision_config": vision}))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     config |= {key: getattr(checked, key) for key in ("eos_token_id",) if key not in config}
     # Two names of one setting: only the one that older versions of the code know is kept.
     config |= {own: getattr(checked, own) for alias, own in aliases.items() if alias in config}
@@ -503,7 +505,7 @@ def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -
     config_dtype = str(config.dtype).removeprefix("torch.")
     if quantization := getattr(config, "quantization_config", None):
         method = quantization["quant_method"]
-        packages = pip_install(*QUANTIZER_PACKAGES[method], *OTHER_PACKAGES.get(method, ()))
+        packages = pip_install(*QUANTIZER_PACKAGES[method])
         lines.append(f"saved quantized by {method}: loading needs {packages}")
     elif DTYPES.get(config_dtype, dtypes[0]) not in dtypes:
         lines.append(
