@@ -362,7 +362,7 @@ def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
         except OSError:  # another file system, one without links, or another user's file
             copies.append(name)
     sizes = {name: originals[name].stat().st_size for name in copies}
-    require_free_disk(sum(sizes.values()), into)
+    require_free_disk(sum(sizes.values()), into.parent)
     for number, name in enumerate(copies, start=1):
         activity = f"copying {number} of {len(copies)} files of weights"
         with show_progress(f"{activity} ({format_bytes(sizes[name])})"):
