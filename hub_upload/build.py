@@ -10,6 +10,7 @@ import re
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from huggingface_hub import HfApi
@@ -32,15 +33,46 @@ from glm4v_patched.terminal_text import format_bytes, show_progress
 from .checks import check_adapter_settings, check_weight_files, refuse_failed
 from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
-from .layout import COMMIT_PATTERN, ID_PATTERN, MANIFEST, PUBLISHED_MODELS, UPSTREAM, PublishedModel
 from .loading import check_loading
-from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
+from .manifest import (
+    COMMIT_PATTERN,
+    ID_PATTERN,
+    MANIFEST,
+    FineTune,
+    ListedFile,
+    Manifest,
+    WeightsOrigin,
+    parse_manifest,
+)
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
-WEIGHTS_LICENSE = "MODEL_LICENSE"
+UPSTREAM, WEIGHTS_LICENSE = "zai-org/glm-4v-9b", "MODEL_LICENSE"
 # Files beside trained weights; none of them is published.
 TRAINING_FILES = {"training.json", "trainer_state.json", "training_args.bin"}
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
+
+
+class PublishedModel(NamedTuple):
+    """A model whose weights are published with our code.
+
+    Attributes:
+        id: Its id on the Hub.
+        architectures: Those in its config.json; saving a loaded model writes another class.
+        name: Its name in the model card, and in the default ``--name``.
+    """
+
+    id: str
+    architectures: list[str]
+    name: str
+
+
+# By original_rope of the config.
+PUBLISHED_MODELS = {
+    True: PublishedModel(UPSTREAM, ["ChatGLMModel"], "glm-4v-9b"),
+    False: PublishedModel(
+        "zai-org/cogagent-9b-20241220", ["ChatGLMForConditionalGeneration"], "cogagent-9b"
+    ),
+}
 
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> SourceFiles:

@@ -4,10 +4,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.patch.config_json import parse_json_object
 
-from .layout import ADAPTER_WEIGHTS, COMMIT_PATTERN, ID_PATTERN, MANIFEST
-
+MANIFEST = "CODE_MANIFEST.json"
+ID_PATTERN, COMMIT_PATTERN = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN}$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 

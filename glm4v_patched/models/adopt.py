@@ -24,6 +24,7 @@ from ..atomic import (
     explain_failed_writes,
     require_free_disk,
     require_inside,
+    require_new_folder,
 )
 from ..engine.options import QUANTIZER_PACKAGES
 from ..patch.config_json import (
@@ -404,14 +405,12 @@ def adopt(folder: Path, out: Path | None = None) -> str:
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
-    for existing in (out, folder) if is_default else (out,):
-        if _has_all(existing, model):
-            return f"{existing} has the code of version {__version__} already; nothing was written"
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(
-            f"{out} exists with other content, and is not replaced; remove it, or give a new "
-            "folder as --out"
-        )
+    if is_default and all(
+        (folder / name).is_file() and (folder / name).read_bytes() == content
+        for name, content in model.contents.items()
+    ):
+        return f"{folder} has the code of version {__version__} already; nothing was written"
+    require_new_folder(out)
     with explain_failed_writes(out, DISK_CURE), create_folder_atomically(out) as partial:
         for name, content in model.contents.items():
             (partial / name).write_bytes(content)
@@ -470,18 +469,6 @@ def _check_model(folder: Path) -> CheckedModel:
     names = sorted(path.name for path in folder.iterdir())
     left_out = [name for name in names if name not in taken_over or name.endswith(".py")]
     return CheckedModel(config, contents, weights, left_out)
-
-
-def _has_all(out: Path, model: CheckedModel) -> bool:
-    """Return whether a folder has the files that would be written, and weights of these sizes."""
-    paths = model.weights.paths
-    return all(
-        (out / name).is_file() and (out / name).read_bytes() == content
-        for name, content in model.contents.items()
-    ) and all(
-        (out / name).is_file() and (out / name).stat().st_size == path.stat().st_size
-        for name, path in paths.items()
-    )
 
 
 def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:

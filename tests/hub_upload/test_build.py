@@ -14,9 +14,10 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
 from glm4v_patched.models.adopt import adopt
+from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
 from hub_upload import loading
 from hub_upload.build import build_model_repository, read_source
-from hub_upload.layout import INDEX, MANIFEST
+from hub_upload.manifest import MANIFEST
 from hub_upload.publish import read_built_folder
 from hub_upload.verify import verify
 from tests.helpers.publishable import (

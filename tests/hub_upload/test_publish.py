@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 import glm4v_patched
 from glm4v_patched.models import adopt as adopting
 from hub_upload.build import build_model_repository, read_source
-from hub_upload.layout import MANIFEST
+from hub_upload.manifest import MANIFEST
 from tests.helpers import local_hub
 from tests.helpers.publishable import (
     CODE,

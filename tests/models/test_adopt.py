@@ -221,13 +221,12 @@ def test_without_out_the_folder_is_beside_and_a_second_run_says_so(folder, capsy
     out = folder.with_name("model-adopted")
     assert f"{out}: a glm-4v with the code of version" in capsys.readouterr().out
     state = state_of(out)
-    for again in (folder, out):
-        assert main(["adopt", str(again)]) == 0
-        assert f"{out} has the code" in capsys.readouterr().out
-    assert state_of(out) == state
-    (out / "visual.py").write_text("older")
+    assert main(["adopt", str(out)]) == 0
+    assert f"{out} has the code of version" in capsys.readouterr().out
+    # Another model's weights may have the same sizes, so that nothing says that this is the same.
     assert main(["adopt", str(folder)]) == 1
-    assert "exists with other content, and is not replaced; remove it" in capsys.readouterr().err
+    assert f"{out} exists and would not be replaced" in capsys.readouterr().err
+    assert state_of(out) == state
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "model-adopted"]
 
 
@@ -405,8 +404,8 @@ def test_outputs_that_would_lose_something_are_refused(folder, tmp_path):
     for source, out, message in (
         (folder, folder / "in", "lies in the folder itself"),
         (folder, folder, "--out is the folder itself"),
-        (folder, tmp_path / "other", "exists with other content"),
-        (folder, tmp_path / "other" / "notes.txt", "exists with other content"),
+        (folder, tmp_path / "other", "exists and would not be replaced"),
+        (folder, tmp_path / "other" / "notes.txt", "exists and would not be replaced"),
         (snapshot, None, "is in the Hub's cache; give a folder outside"),
         (tmp_path / "none", None, "is not a folder; .*hf download"),
         (tmp_path / "other", None, "other has no config.json"),
