@@ -292,12 +292,12 @@ class WeightFiles(NamedTuple):
     Attributes:
         paths: Each file by the name that it gets beside our code.
         tensors: All tensors by name.
-        index: The index of these files; None for a single file.
+        file_index: The index of these files; None for a single file.
     """
 
     paths: dict[str, Path]
     tensors: dict[str, TensorInfo]
-    index: dict[str, Any] | None
+    file_index: dict[str, Any] | None
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
@@ -447,10 +447,10 @@ def _check_model(folder: Path) -> CheckedModel:
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(str(folder)) else f"{folder}: {text}") from None
-    if weights.index is None:
+    if weights.file_index is None:
         texts.pop(WEIGHTS_INDEX, None)  # transformers does not read it beside a single file
     else:
-        texts.setdefault(WEIGHTS_INDEX, to_json_bytes(weights.index))
+        texts.setdefault(WEIGHTS_INDEX, to_json_bytes(weights.file_index))
     contents = make_model_files(str(folder), texts)
     contents |= {name: content for name, content in texts.items() if name not in READ_FILES}
     values = json.loads(contents[CONFIG])
