@@ -85,6 +85,12 @@ def _build_parser() -> argparse.ArgumentParser:
 
     add_inference_commands(commands)
 
+    adopt = commands.add_parser("adopt", help="write this package's code beside existing weights")
+    adopt.set_defaults(run=_run_adopt)
+    adopt.add_argument("folder", type=to_path, metavar="FOLDER", help="a glm-4v or cogagent-9b")
+    out_help = "new folder; default: FOLDER-adopted, beside it. FOLDER itself is never changed"
+    adopt.add_argument("--out", type=to_path, metavar="OUT", help=out_help)
+
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_run_bench)
     add_bench_arguments(bench)
@@ -184,6 +190,13 @@ def _run_recipe(options: argparse.Namespace) -> None:
     from .finetune.recipe.shipped import describe_shipped, shipped_text
 
     print(describe_shipped() if options.name is None else shipped_text(options.name))
+
+
+def _run_adopt(options: argparse.Namespace) -> None:
+    with show_progress("importing torch and transformers"):
+        from .models.adopt import adopt
+
+    print(adopt(options.folder, options.out))
 
 
 def _run_bench(options: argparse.Namespace) -> None:

@@ -57,6 +57,7 @@ ELSEWHERE = {
     "glm4v-patched export trained": "nox: llm_compressor, tests/inference/test_export.py",
     "glm4v-patched chat demo_output": "tests/inference/test_chat.py, the page and its client",
     "glm4v-patched chat zai-org": "tests/inference/test_chat.py, the page and its client",
+    "glm4v-patched adopt FOLDER": "tests/models/test_adopt.py",
     "glm4v-patched compare": "tests/compare/test_compare.py",
     "glm4v-patched bench": "tests/bench, tests/distributed/test_bench_command.py",
     "python -m glm4v_patched.bench.samples FOLDER": "tests/bench/test_answers.py",

@@ -51,7 +51,7 @@ QUANTIZER_PACKAGES = {
     "awq": ["gptqmodel"],
     "bitsandbytes": ["bitsandbytes"],
     "compressed-tensors": ["compressed_tensors"],
-    "gptq": ["gptqmodel"],
+    "gptq": ["gptqmodel", "optimum"],
     "hqq": ["hqq"],
     "quanto": ["optimum"],
     "quark": ["quark"],

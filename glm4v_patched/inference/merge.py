@@ -6,23 +6,24 @@ imported.
 """
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import apply_umask, require_inside, write_atomically
-from ..engine.folders import nearest_existing
+from ..atomic import (
+    create_folder_atomically,
+    require_free_disk,
+    require_inside,
+    require_new_folder,
+    write_atomically,
+)
 from ..models.base import ADAPTER_CONFIG, ModelSource, folders_of
 from ..models.find import find_source
 from ..models.weight_files import WEIGHTS_INDEX, shards_of, standard_index
 from ..patch.config_json import read_json_object
 from ..paths import require_apart
-from ..terminal_text import format_bytes, listed, show_progress
+from ..terminal_text import listed, show_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,12 +83,6 @@ def merge(adapters: str, out: Path, revision: str | None = None) -> None:
     require_free_disk(weight_bytes(folder), out)
     with create_folder_atomically(out) as partial:
         _write_merged(base, folder, partial)
-
-
-def require_new_folder(out: Path) -> None:
-    """Raise ``ValueError`` unless ``out`` is missing or an empty folder."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and would not be replaced; give a new folder")
 
 
 def require_mergeable(base: ModelSource, out: Path) -> None:
@@ -171,29 +166,6 @@ def copy_license_and_generation(folder: Path, out: Path) -> None:
 def weight_bytes(folder: Path) -> int:
     """Return the size of a model's weight files in bytes."""
     return sum((folder / name).stat().st_size for name in shards_of(folder))
-
-
-def require_free_disk(needed: float, out: Path) -> None:
-    """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
-    free_bytes = shutil.disk_usage(nearest_existing(str(out))).free
-    if free_bytes < needed:
-        raise ValueError(
-            f"--out {out}: its disk has {format_bytes(free_bytes)} free, and the model needs "
-            f"{format_bytes(needed)}; give a folder on a larger disk"
-        )
-
-
-@contextmanager
-def create_folder_atomically(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error."""
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        apply_umask(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # The functions below need torch.

@@ -82,11 +82,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
                 f"--weights {weights}: {base.model} was saved quantized by {method}; remove "
                 "--weights"
             )
-        if method not in QUANTIZER_PACKAGES:
-            raise ValueError(
-                f"{base.model}: config.json: quantization_config has quant_method {method!r:.60}; "
-                f"expected one of {', '.join(QUANTIZER_PACKAGES)}, or no quantization_config"
-            )
+        require_known_quantizer(base.model, method)
         require_packages(method, f"{base.model}, which was saved quantized by {method},")
     return base
 
@@ -107,6 +103,15 @@ def note_assumptions(base: ModelSource) -> None:
             "glm-4v-9b. `glm4v-patched compare FOLDER` tests this on your download"
         )
         print(printable(line), file=sys.stderr, flush=True)
+
+
+def require_known_quantizer(model: str, method: str | None) -> None:
+    """Raise ``ValueError`` unless transformers loads a model that was saved with this method."""
+    if method not in QUANTIZER_PACKAGES:
+        raise ValueError(
+            f"{model}: config.json: quantization_config has quant_method {method!r:.60}; "
+            f"expected one of {', '.join(QUANTIZER_PACKAGES)}, or no quantization_config"
+        )
 
 
 def _find_base(name: str, revision: str | None) -> ModelSource:

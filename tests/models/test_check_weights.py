@@ -121,7 +121,7 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
             require_complete_model(str(model))
     (model / WEIGHTS_INDEX).unlink()
     update_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    missing = "saved quantized by gptq, needs gptqmodel: .*install gptqmodel"
+    missing = "saved quantized by gptq, needs gptqmodel and optimum: .*install gptqmodel optimum"
     with pytest.raises(RuntimeError, match=missing):
         find_source(str(model))
     with pytest.raises(
