@@ -36,6 +36,7 @@ SIDE = 20 * PATCH_SIDE
 NEW_TOKENS = 16
 BATCH_SIZE = 64  # an image's embeddings take several calls
 QUESTION = "Which color is it?"
+PLACEHOLDER = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 Q4_K_M = 15  # of llama.cpp's enum llama_ftype
 IS_PATCHED = "LLAMA_CPP_MTMD_LIB" in os.environ
 # The package prefers its own libraries, which need glibc 2.38.
@@ -51,12 +52,17 @@ class LlamaCpp:
 
     def __init__(self, language: Path, projector: Path | None = None) -> None:
         self.lib, self.ffi = bindings.get_lib(), bindings.ffi
-        self.llm = Llama(str(language), n_ctx=1024, n_batch=BATCH_SIZE, n_threads=1)
+        # In f16, the cache alone would change logits by 3e-3.
+        cache = {"type_k": "f32", "type_v": "f32"}
+        self.llm = Llama(str(language), n_ctx=1024, n_batch=BATCH_SIZE, n_threads=1, **cache)
         self.multimodal = None
         if projector is not None:
             from llama_cpp_py_sync.multimodal import MultimodalContext
 
             self.multimodal = MultimodalContext(self.llm, projector, use_gpu=False, n_threads=1)
+
+    def token_ids(self, text: str) -> list[int]:
+        return self.llm.tokenize(text, add_special=True, parse_special=True)
 
     def clear(self) -> None:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.llm._ctx), True)
@@ -93,18 +99,19 @@ class LlamaCpp:
         content = self.ffi.buffer(row, 4 * self.llm.n_vocab)
         return torch.frombuffer(bytearray(content), dtype=torch.float32)
 
-    def prefill(self, batch, features: Tensor | None) -> Tensor:
+    def prefill(self, batch, features: Tensor | None, is_counted: bool = False) -> Tensor:
         """Read a prompt of our model, and return its logits ``(R, V)``.
 
         Args:
             batch: The prompt, an ``ExpandedBatch`` of one sequence.
             features: The embeddings of all its images, one after the other.
+            is_counted: Whether to give every embedding a position of its own, which is wrong.
         """
         self.clear()
         logits, begin, num_read = [], 0, 0
         for is_image, mask in groupby(batch.image_mask[0].tolist()):
             end = begin + len(list(mask))
-            positions = batch.position_ids[0, begin:end]
+            positions = torch.arange(begin, end) if is_counted else batch.position_ids[0, begin:end]
             inputs = batch.input_ids[0, begin:end]
             if is_image:
                 inputs = features[num_read : num_read + len(positions)]
@@ -213,6 +220,11 @@ def compare_random(folder: Path, original_rope: bool) -> list[dict]:
             row |= {"conversation": name, "largest_logit": ours["logits"].abs().max().item()}
             row["logit_difference"] = (logits - ours["logits"]).abs().max().item()
             row["same_tokens"] = count_same(tokens, ours["tokens"])
+            ids = [i for part in ours["text"].split(PLACEHOLDER) for i in llama.token_ids(part)]
+            row["ids_equal"] = ids == batch.input_ids[~batch.image_mask].tolist()
+            if ours["features"] is not None:
+                counted = llama.prefill(batch, ours["features"], is_counted=True)
+                row["counted_logit_difference"] = (counted - ours["logits"]).abs().max().item()
             if llama.multimodal is not None:
                 files = [
                     p["image"] for m in conversations[name] for p in m["content"] if "image" in p
@@ -229,7 +241,7 @@ def compare_random(folder: Path, original_rope: bool) -> list[dict]:
 
 def to_marker(text: str, marker: str) -> str:
     """Replace image placeholders by mtmd's marker, whose embeddings contain begin and end."""
-    return text.replace("<|begin_of_image|><|endoftext|><|end_of_image|>", marker)
+    return text.replace(PLACEHOLDER, marker)
 
 
 def count_same(tokens: list[int], others: list[int]) -> int:
@@ -327,7 +339,8 @@ def main() -> int:
         if arguments.demo:
             rows += compare_demo(arguments.demo, Path(name, "demo"))
     if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, rows))
+        arguments.out.write_text(f"[\n{lines}\n]\n")
     return 0
 
 
