@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 
@@ -338,6 +339,9 @@ def main() -> int:
             rows += compare_random(Path(name, str(original_rope)), original_rope)
         if arguments.demo:
             rows += compare_demo(arguments.demo, Path(name, "demo"))
+    packages = ("torch", "transformers", "gguf", "llama-cpp-py-sync", "xllamacpp")
+    versions = {name: version(name) for name in packages}
+    rows = [row | {"versions": versions} for row in rows]
     if arguments.out:
         lines = ",\n".join(map(json.dumps, rows))
         arguments.out.write_text(f"[\n{lines}\n]\n")

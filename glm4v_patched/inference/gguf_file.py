@@ -14,17 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.check_weights import quantized_by
-from ..models.find import find_source
 from ..models.weight_files import TensorInfo, shards_of, tensors_of
 from ..terminal_text import format_bytes, listed, pip_install, show_progress
+from .export import find_exportable
 from .merge import (
     GENERATION_CONFIG,
     create_folder_atomically,
     fetch_weights,
     files_to_copy,
     require_free_disk,
-    require_mergeable,
     require_new_folder,
 )
 
@@ -70,17 +68,12 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     except ModuleNotFoundError:
         cure = pip_install("glm4v-patched[gguf]")
         raise RuntimeError(f"--format gguf needs gguf, which is not installed: {cure}") from None
-    base = find_source(model, revision)
+    base = find_exportable(model, out, revision)
     if base.adapters is not None:
         raise ValueError(
             f"{model} holds adapters; merge them into their model first, and export that: "
             f"glm4v-patched merge {model} --out merged"
         )
-    if method := quantized_by(base.model, base.revision):
-        raise ValueError(
-            f"{model} is quantized already, by {method}; give the model that it was quantized from"
-        )
-    require_mergeable(base, out)
     from ..models.loading import load_model_config, load_processor
 
     config, processor = load_model_config(base), load_processor(base)

@@ -119,7 +119,7 @@ def test_a_missing_package_and_other_formats_options_are_refused(
     files, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(module, "find_source", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setattr(module, "find_exportable", lambda *_: pytest.fail("the model was read"))
 
     def refused(*options: str) -> str:
         assert export(files.model, tmp_path / "out", *options) == 1
