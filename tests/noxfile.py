@@ -441,7 +441,7 @@ def gguf(session: nox.Session) -> None:
     """``export --format gguf``, read by llama.cpp; arguments go to the script that compares."""
     binding = ["llama-cpp-py-sync==0.11548", "xllamacpp==2026.10.11549"]
     install_on_top(session, "gguf==0.19.0", *binding)
-    # The first has llama.cpp's functions for Python, the second a build that loads on older systems.
+    # The functions for Python, and a build of llama.cpp that loads on older systems.
     [library] = Path(session.virtualenv.location).glob("lib/python3*/site-packages/xllamacpp/*.so")
     session.env["LLAMA_CPP_LIB"] = str(library)
     run_tests(session, "-n", "0", "-rs", "tests/inference/test_gguf.py")

@@ -23,11 +23,12 @@ from llama_cpp_py_sync import Llama
 from llama_cpp_py_sync import _cffi_bindings as bindings
 from torch import Tensor, nn
 
+from glm4v_patched.data.messages import images_of
 from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, save, tiny_config
 from glm4v_patched.inference.gguf_file import GGUF_TYPES, export_gguf
-from glm4v_patched.inference.questions import Question, digest_image_files, make_question
+from glm4v_patched.inference.questions import digest_image_files, make_question
 from glm4v_patched.inference.scoring import exact_match, swap_images
 from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -167,7 +168,12 @@ def build(folder: Path, original_rope: bool) -> None:
 
 
 @torch.no_grad()
-def our_answer(model: GLM4VForCausalLM, processor: ChatGLMProcessor, messages: list[dict]) -> dict:
+def our_answer(
+    model: GLM4VForCausalLM,
+    processor: ChatGLMProcessor,
+    messages: list[dict],
+    min_new_tokens: int = NEW_TOKENS,
+) -> dict:
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     inputs = processor.apply_chat_template([messages], return_tensors="pt", **options)
     ids, pixels = inputs["input_ids"], inputs.get("pixel_values")
@@ -183,7 +189,7 @@ def our_answer(model: GLM4VForCausalLM, processor: ChatGLMProcessor, messages: l
         "features": features,
         "logits": model(**inputs).logits[0].float(),
         "tokens": model.generate(
-            **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
+            **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=min_new_tokens
         )[0, ids.shape[1] :].tolist(),
         "text": text,
     }
@@ -227,10 +233,8 @@ def compare_random(folder: Path, original_rope: bool) -> list[dict]:
                 counted = llama.prefill(batch, ours["features"], is_counted=True)
                 row["counted_logit_difference"] = (counted - ours["logits"]).abs().max().item()
             if llama.multimodal is not None:
-                files = [
-                    p["image"] for m in conversations[name] for p in m["content"] if "image" in p
-                ]
-                prompt = to_marker(ours["text"], llama.multimodal.marker)
+                files = images_of(conversations[name])
+                prompt = ours["text"].replace(PLACEHOLDER, llama.multimodal.marker)
                 last, position = llama.prefill_files(prompt, files)
                 tokens = llama.generate(last, position, [], NEW_TOKENS)
                 row["mmproj_logit_difference"] = (last - ours["logits"][-1]).abs().max().item()
@@ -238,11 +242,6 @@ def compare_random(folder: Path, original_rope: bool) -> list[dict]:
             report.append(row)
             print(json.dumps(row), flush=True)
     return report
-
-
-def to_marker(text: str, marker: str) -> str:
-    """Replace image placeholders by mtmd's marker, whose embeddings contain begin and end."""
-    return text.replace(PLACEHOLDER, marker)
 
 
 def count_same(tokens: list[int], others: list[int]) -> int:
@@ -270,59 +269,51 @@ def export_types(model: Path, folder: Path) -> list[tuple[str, Path, Path]]:
 
 
 def compare_demo(demo: Path, folder: Path) -> list[dict]:
-    """Return a row for each type: the demo's right answers by llama.cpp, and by our model."""
+    """Return a row for our model and one for each type, with the share of right answers."""
     model = GLM4VForCausalLM.from_pretrained(demo / "trained", dtype=torch.float32).eval()
     processor = ChatGLMProcessor.from_pretrained(demo / "trained")
     held_out = read_conversations(demo / "data" / "held_out.jsonl")
     questions = [make_question(index, messages) for index, messages in enumerate(held_out)]
-    swapped = swap_images(questions, digest_image_files(questions))
-    ours = {q.row: our_answer(model, processor, q.prompt) for q in questions}
-    ours_swapped = {q.row: our_answer(model, processor, q.prompt) for q in swapped}
+    groups = {
+        "right": questions,
+        "right_swapped": swap_images(questions, digest_image_files(questions)),
+    }
+    ours = {
+        name: [our_answer(model, processor, question.prompt, 0) for question in group]
+        for name, group in groups.items()
+    }
     stop = model.generation_config.eos_token_id
 
-    def is_right(question: Question, tokens: list[int]) -> bool:
-        kept = [token for token in tokens if token not in stop]
-        return exact_match(processor.decode(kept), question.reference)
-
-    def share(right: list[bool]) -> float:
+    def share_right(name: str, answers: list[list[int]]) -> float:
+        texts = [processor.decode([i for i in tokens if i not in stop]) for tokens in answers]
+        pairs = zip(texts, groups[name], strict=True)
+        right = [exact_match(text, question.reference) for text, question in pairs]
         return round(sum(right) / len(right), 4)
 
-    def cut(tokens: list[int]) -> list[int]:
-        ends = (i for i, token in enumerate(tokens) if token in stop)
-        return tokens[: next(ends, len(tokens))]
-
-    both = ((questions, ours), (swapped, ours_swapped))
-    row: dict = {"weights": "demo", "type": "ours, f32"}
-    for name, (asked, answers) in zip(("right", "right_swapped"), both, strict=True):
-        row[name] = share([is_right(q, cut(answers[q.row]["tokens"])) for q in asked])
-    report = [row]
-    print(json.dumps(row), flush=True)
+    report: list[dict] = [{"weights": "demo", "type": "this package, f32"}]
+    for name, answers in ours.items():
+        report[0][name] = share_right(name, [answer["tokens"] for answer in answers])
     for kind, language, projector in export_types(demo / "trained", folder):
         llama = LlamaCpp(language, projector if IS_PATCHED else None)
-        row = {"weights": "demo", "type": kind, "logit_difference": 0.0, "largest_logit": 0.0}
-        for name, (asked, answers) in zip(("right", "right_swapped"), both, strict=True):
-            right, right_of_files, first = [], [], []
-            for question in asked:
-                answer = answers[question.row]
+        row: dict = {"weights": "demo", "type": kind}
+        for name, answers in ours.items():
+            tokens, tokens_of_files, differences = [], [], []
+            for question, answer in zip(groups[name], answers, strict=True):
                 logits = llama.prefill(answer["batch"], answer["features"])
-                difference = (logits - answer["logits"]).abs().max().item()
-                row["logit_difference"] = max(row["logit_difference"], difference)
-                largest = answer["logits"].abs().max().item()
-                row["largest_logit"] = max(row["largest_logit"], largest)
-                tokens = llama.generate(
-                    logits[-1], answer["batch"].last_position + 1, stop, NEW_TOKENS
-                )
-                first.append(tokens[0] == answer["tokens"][0])
-                right.append(is_right(question, tokens))
+                differences.append((logits - answer["logits"]).abs().max().item())
+                position = answer["batch"].last_position + 1
+                tokens.append(llama.generate(logits[-1], position, stop, NEW_TOKENS))
                 if llama.multimodal is not None:
-                    prompt = to_marker(answer["text"], llama.multimodal.marker)
-                    paths = [m["image"] for m in question.prompt if "image" in m]
-                    last, position = llama.prefill_files(prompt, paths)
-                    tokens = llama.generate(last, position, stop, NEW_TOKENS)
-                    right_of_files.append(is_right(question, tokens))
-            row[name], row[f"{name}_same_first"] = share(right), sum(first)
-            if right_of_files:
-                row[f"mmproj_{name}"] = share(right_of_files)
+                    prompt = answer["text"].replace(PLACEHOLDER, llama.multimodal.marker)
+                    last, position = llama.prefill_files(prompt, images_of(question.prompt))
+                    tokens_of_files.append(llama.generate(last, position, stop, NEW_TOKENS))
+            row[name] = share_right(name, tokens)
+            first = zip(tokens, answers, strict=True)
+            row[f"{name}_same_first"] = sum(t[0] == answer["tokens"][0] for t, answer in first)
+            row[f"{name}_logit_difference"] = max(differences)
+            row["largest_logit"] = max(a["logits"].abs().max().item() for a in answers)
+            if tokens_of_files:
+                row[f"mmproj_{name}"] = share_right(name, tokens_of_files)
         report.append(row)
         print(json.dumps(row), flush=True)
     return report
@@ -331,6 +322,7 @@ def compare_demo(demo: Path, folder: Path) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", type=Path, help="the folder of a demo")
+    parser.add_argument("--build", help="name of this build of llama.cpp, for the rows")
     parser.add_argument("--out", type=Path, help="JSON to write")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -339,8 +331,8 @@ def main() -> int:
             rows += compare_random(Path(name, str(original_rope)), original_rope)
         if arguments.demo:
             rows += compare_demo(arguments.demo, Path(name, "demo"))
-    packages = ("torch", "transformers", "gguf", "llama-cpp-py-sync", "xllamacpp")
-    versions = {name: version(name) for name in packages}
+    packages = ("torch", "transformers", "gguf", "llama-cpp-py-sync")
+    versions = {name: version(name) for name in packages} | {"llama.cpp": arguments.build}
     rows = [row | {"versions": versions} for row in rows]
     if arguments.out:
         lines = ",\n".join(map(json.dumps, rows))

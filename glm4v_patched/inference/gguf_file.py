@@ -155,7 +155,7 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
             return lambda fused: fused[start:end]
         return lambda fused: fused[start:end].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
-    table = {
+    table: TensorTable = {
         "token_embd.weight": ("transformer.embedding.word_embeddings.weight", _keep),
         "output.weight": ("transformer.output_layer.weight", _keep),
         "output_norm.weight": ("transformer.encoder.final_layernorm.weight", _keep),
@@ -198,7 +198,7 @@ def tower_tensors(config: "ChatGLMConfig") -> "TensorTable":
     def flat(tensor: "Tensor") -> "Tensor":
         return tensor.flatten()
 
-    table = {
+    table: TensorTable = {
         "v.class_embd": ("patch_embedding.cls_embedding", flat),
         "v.position_embd.weight": (
             "patch_embedding.position_embedding.weight",
@@ -362,7 +362,7 @@ def _write(writer: Any, table: "TensorTable", folder: Path, path: Path) -> None:
         shard_of = {key: shard for shard in shards for key in shard.keys()}  # noqa: SIM118
         for name, (source, convert) in table.items():
             tensor = convert(shard_of[source].get_tensor(source)).float()
-            largest = tensor.abs().max().item()
+            largest = torch.stack(tensor.aminmax()).abs().max().item()
             kind = kinds[name]
             limit = torch.finfo(torch.float16 if kind.name == "F16" else torch.float32).max
             if not largest <= limit:
