@@ -191,7 +191,7 @@ def oldest(session: nox.Session) -> None:
 
 
 # Folders that other sessions cover, or that do not test the package.
-IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
+IN_TURN = ("framework", "notebook", "container", "gguf", "slow(experiments)")
 
 
 @nox.session(venv_backend="none")

@@ -117,6 +117,8 @@ def require_expressible(config: "ChatGLMConfig") -> None:
         ("num_attention_heads * kv_channels", heads, config.hidden_size),
         ("vision_config.hidden_act", config.vision.hidden_act, "gelu"),
         ("vision_config.in_channels", config.vision.in_channels, 3),
+        # Its square must be a float32.
+        ("rope_ratio", config.rope_ratio, min(max(config.rope_ratio, 1e-15), 1e15)),
         ("the number of eos_token_id", num_ends, min(max(num_ends, 1), len(END_KEYS))),
     ):
         if value != expected:
@@ -279,10 +281,12 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
         kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
         texts[token["id"]] = token["content"], kind
     size = config.padded_vocab_size
-    if max(texts) >= size:
+    special_ids = {"padding": config.pad_token_id} if config.pad_token_id is not None else {}
+    special_ids |= dict(zip(END_KEYS, _end_tokens(config), strict=False))
+    if wrong := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
         raise ValueError(
-            f"tokenizer.json has ids up to {max(texts):,}, and config.json has padded_vocab_size "
-            f"{size:,}; expected ids below it"
+            f"tokenizer.json or config.json has the ids {listed(wrong)}; expected ids of 0 or more "
+            f"and below padded_vocab_size, {size:,}"
         )
     tokens = [texts.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model("gpt2")
@@ -293,10 +297,9 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     merges = model["merges"]
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_add_bos_token(False)  # there is room for one token; the template has [gMASK]<sop>
-    for key, token_id in zip(END_KEYS, _end_tokens(config), strict=False):
+    for key, token_id in special_ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
-    writer.add_pad_token_id(config.pad_token_id)
-    writer.add_chat_template(tokenizer.chat_template)
+    writer.add_chat_template(tokenizer.get_chat_template())
 
 
 def _add_tower_metadata(writer: Any, config: "ChatGLMConfig", image_processor: Any) -> None:

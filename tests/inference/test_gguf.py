@@ -104,6 +104,8 @@ def test_each_weight_is_in_one_file(config):
         ({"kv_channels": 16}, {}, r"num_attention_heads \* kv_channels is 64, .* expected 128"),
         ({"eos_token_id": [1, 2, 3, 4]}, {}, "eos_token_id is 4, .* expected 3"),
         ({"eos_token_id": None}, {}, "eos_token_id is 0, .* expected 1"),
+        ({"rope_ratio": 1e16}, {}, r"rope_ratio is 1e\+16, .* expected 1000000000000000.0"),
+        ({"rope_ratio": -1}, {}, "rope_ratio is -1, .* expected 1e-15"),
         ({}, {"hidden_act": "relu"}, "hidden_act is 'relu', .* expected 'gelu'"),
         ({}, {"in_channels": 4}, "in_channels is 4, .* expected 3"),
     ],
@@ -210,6 +212,9 @@ def test_what_cannot_be_exported_leaves_nothing_behind(files, tmp_path, monkeypa
     quantized = change(copy("quantized"), "config.json", quantization_config=method)
     monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
     assert "is quantized already, by awq" in refused(quantized)
+    for name, values in (("pad_token_id", -1), ("eos_token_id", [331, 999])):
+        wrong = change(copy(f"wrong_{name}"), "config.json", **{name: values})
+        assert "has the ids" in refused(wrong)
     lower = change(copy("lower"), "tokenizer.json", normalizer={"type": "Lowercase"})
     assert "tokenizer.json: normalizer {'type': 'Lowercase'}" in refused(lower)
     monkeypatch.setattr(module, "METADATA_BYTES", 10**18)
