@@ -215,7 +215,7 @@ def oldest(session: nox.Session) -> None:
 
 
 # Folders that other sessions cover, or that do not test the package.
-IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
+IN_TURN = ("framework", "notebook", "container", "gguf", "slow(experiments)")
 
 
 @nox.session(venv_backend="none")
@@ -464,6 +464,20 @@ def llm_compressor(session: nox.Session) -> None:
     session.install("-e", ".[export]", "hypothesis")
     run_tests(session, f"{HERE}/test_llm_compressor.py", "tests/inference/test_export.py")
     run_tests(session, "-m", "slow", "-k", "export_formats", "tests/test_experiments.py")
+
+
+@nox.session
+def gguf(session: nox.Session) -> None:
+    """``export --format gguf``, read by llama.cpp; arguments go to the script that compares."""
+    binding = ["llama-cpp-py-sync==0.11548", "xllamacpp==2026.10.11549"]
+    install_on_top(session, "gguf==0.19.0", *binding)
+    # The functions for Python, and a build of llama.cpp that loads on older systems.
+    [library] = Path(session.virtualenv.location).glob("lib/python3*/site-packages/xllamacpp/*.so")
+    session.env["LLAMA_CPP_LIB"] = str(library)
+    run_tests(session, "-n", "0", "-rs", "tests/inference/test_gguf.py")
+    if session.posargs:
+        script = "docs/benchmarks/compare_with_llama_cpp.py"
+        session.run("python", script, *session.posargs)
 
 
 # Each package of tests/frameworks/quantizers.py: what is installed with all that it requires, and

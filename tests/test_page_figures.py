@@ -164,3 +164,23 @@ def test_the_recipes_that_ship_are_measured():
         assert number(speed) == short(row["samples_per_s_per_gpu"])
         assert number(memory) == round(row["peak_allocated_gib"], 1)
         assert number(predicted.partition(";")[0]) == round(row["predicted_gib"], 1)
+
+
+def test_the_table_of_gguf_is_that_of_its_rows():
+    rows = results("gguf.json")
+    lines = table(DOCS / "gguf.md", "| type | logits, images by our tower")
+    assert [name.strip("`") for name, *_ in lines] == ["f32", "bf16", "f16", "q8_0", "q4_k_m"]
+    for name, *cells in lines:
+        random, [demo] = (
+            [row for row in rows if row["type"] == name.strip("`") and row["weights"] == weights]
+            for weights in ("random", "demo")
+        )
+        assert len(random) == 8 and all(row["ids_equal"] for row in random)
+        expected = []
+        for prefix in ("", "mmproj_"):
+            expected.append(f"{max(row[f'{prefix}logit_difference'] for row in random):.2g}")
+            expected.append(str(min(row[f"{prefix}same_tokens"] for row in random)))
+            expected.append(f"{demo[f'{prefix}right']} / {demo[f'{prefix}right_swapped']}")
+        assert cells == expected, name
+    [ours] = [row for row in rows if row["type"] == "this package, f32"]
+    assert (ours["right"], ours["right_swapped"]) == (1.0, 0.0)

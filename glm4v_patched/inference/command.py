@@ -40,19 +40,22 @@ def add_commands(commands) -> None:
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--revision", help="of the adapters' base model, if it is on the Hub")
 
-    export_help = "write the model in 8 or 4 bits, for other programs"
+    export_help = "write the model for other programs: in 8 or 4 bits, or as GGUF"
     export = commands.add_parser("export", help=export_help)
     export.set_defaults(run=_run_export, format="auto")  # the format of the rows
     _add_model(export, ["revision", "device"])
-    bits_help = "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers"
-    formats = ("fp8", "int8", "int4")
-    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
-    calibration_help = "rows with images, like the training data, to calibrate the rounding with"
-    export.add_argument(
-        "--calibration", type=expand_path, required=True, metavar="FILE", help=calibration_help
+    bits_help = (
+        "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers; or gguf, "
+        "for llama.cpp, which takes only --gguf-type, --revision and --out"
     )
+    formats = ("fp8", "int8", "int4", "gguf")
+    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
+    type_help = "type of the language model's matrices in GGUF files (default: f16)"
+    export.add_argument("--gguf-type", choices=("f32", "bf16", "f16", "q8_0"), help=type_help)
+    calibration_help = "rows with images, like the training data, to calibrate the rounding with"
+    export.add_argument("--calibration", type=expand_path, metavar="FILE", help=calibration_help)
     rows_help = "rows of --calibration to use, evenly spaced (default: 256)"
-    export.add_argument("--rows", type=_positive_integer, default=256, metavar="N", help=rows_help)
+    export.add_argument("--rows", type=_positive_integer, metavar="N", help=rows_help)
     evaluation_help = "rows to evaluate before and after, as the command evaluate does"
     export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation_help)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
@@ -213,14 +216,27 @@ def _run_merge(options: argparse.Namespace) -> None:
 
 
 def _run_export(options: argparse.Namespace) -> None:
+    if options.bits == "gguf":
+        from .gguf_file import export_gguf
+
+        for name in ("calibration", "rows", "evaluate"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} is not used with --format gguf; leave it out")
+        gguf_type = options.gguf_type or "f16"
+        print(export_gguf(options.model, options.out, gguf_type, options.revision))
+        return
     from .export import export
 
+    if options.gguf_type is not None or options.calibration is None:
+        raise ValueError(
+            f"--format {options.bits} needs --calibration FILE, and takes no --gguf-type"
+        )
     report = export(
         options.model,
         options.bits,
         _source(options, options.calibration),
         options.out,
-        rows=options.rows,
+        rows=options.rows or 256,
         evaluation=_answer_options(options, options.evaluate) if options.evaluate else None,
         revision=options.revision,
         device=options.device,

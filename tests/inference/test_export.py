@@ -88,7 +88,9 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     whole, weights = (load_file(folder / "model.safetensors") for folder in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
-    assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].tower else set()))
+    assert fc1 == (
+        {"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].quantizes_tower else set())
+    )
     assert '"quant_method": "compressed-tensors"' in (out / "config.json").read_text()
     texts = "".join(path.read_text() for path in out.iterdir() if path.suffix != ".safetensors")
     assert str(tmp_path) not in texts and str(files.model) not in texts
