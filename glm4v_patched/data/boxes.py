@@ -102,6 +102,11 @@ def to_thousandths(numbers: Sequence[float], box_format: str, size: tuple[int, i
     return Box(left, top, max(right, left + 1), max(bottom, top + 1))
 
 
+def format_box(box: Box) -> str:
+    """Return a box in thousandths as the model writes it, such as ``[[012,034,567,890]]``."""
+    return f"[[{','.join(f'{number:03}' for number in box)}]]"
+
+
 def convert_boxes(
     messages: list[dict],
     box_format: str,

@@ -200,10 +200,10 @@ def _draw_images(
         x, y = cell_x + index % columns * slot[0], cell_y + index // columns * slot[1]
         bounds = x / width, 1 - (y + size[1]) / height, size[0] / width, size[1] / height
         axes = figure.add_axes(bounds, anchor="NW", xticks=[], yticks=[])
-        axes.imshow(shown := ImageOps.contain(upright, size))
+        axes.imshow(thumbnail := ImageOps.contain(upright, size))
         for box, color in boxes if len(paths) == 1 else ():
             left, top, right, bottom = (
-                edge * side / 1000 for edge, side in zip(box, shown.size * 2, strict=True)
+                edge * side / 1000 for edge, side in zip(box, thumbnail.size * 2, strict=True)
             )
             corner = left - 0.5, top - 0.5  # the center of the first pixel is at 0, 0
             for line_width, line_color in ((2.5, "white"), (1.2, color)):  # seen on any background

@@ -64,8 +64,8 @@ def center_in_box(answer: str, reference: str) -> float:
 
 def operation_name(answer: str, reference: str) -> float:
     """Return 1 if the operations of both texts have the same name, otherwise 0."""
-    given, expected = find_operation(answer), find_operation(reference)
-    return float(bool(given and expected and given.name == expected.name))
+    answered, expected = find_operation(answer), find_operation(reference)
+    return float(bool(answered and expected and answered.name == expected.name))
 
 
 def operation_arguments(answer: str, reference: str) -> float:
@@ -74,11 +74,11 @@ def operation_arguments(answer: str, reference: str) -> float:
     Arguments that only one of them has count as different. Without arguments, the result is that
     of :func:`operation_name`.
     """
-    given, expected = find_operation(answer), find_operation(reference)
-    if not (given and expected and given.name == expected.name):
+    answered, expected = find_operation(answer), find_operation(reference)
+    if not (answered and expected and answered.name == expected.name):
         return 0.0
-    keys = given.arguments.keys() | expected.arguments.keys()
-    num_equal = sum(given.arguments.get(key) == expected.arguments.get(key) for key in keys)
+    keys = answered.arguments.keys() | expected.arguments.keys()
+    num_equal = sum(answered.arguments.get(key) == expected.arguments.get(key) for key in keys)
     return num_equal / len(keys) if keys else 1.0
 
 
