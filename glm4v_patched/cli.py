@@ -137,7 +137,7 @@ def _run_demo(options: argparse.Namespace) -> None:
 
     placement = place_demo(options.processes, options.device)
     metrics = run_demo(options.out, placement, options.steps, options.task)
-    score, name = ("iou", "mean IoU") if options.task == "boxes" else ("accuracy", "exact match")
+    score, name = ("iou", "mean IoU") if "iou_after" in metrics else ("accuracy", "exact match")
     print(
         f"""
 {name} on images it has not seen, answered by a fresh process without this package:

@@ -1,8 +1,7 @@
-"""Boxes in texts and rows, converted to thousandths of the image's width and height.
+"""Boxes of data sets, converted to ``[[x1,y1,x2,y2]]`` in thousandths of an image's width and
+height, as cogagent writes them. Needs no torch.
 
-glm-4v sees every image resized to a square. Thousandths of width and height do not depend on the
-shape of the image, and cogagent writes them, as ``[[x1,y1,x2,y2]]`` with three digits per number.
-Needs no torch.
+The model sees each image resized to a square. Thousandths are the same in the image and the square.
 """
 
 import math
@@ -18,20 +17,16 @@ from ..terminal_text import shorten
 from .messages import images_of, read_each, text_of
 
 UNITS = {"pixels": None, "fractions": 1, "thousandths": 1000}
-"""Units of the numbers of a box, and the width and height of an image in each."""
+"""Units of the numbers of a box, with the width and height that every image has in it."""
 ORDERS: dict[str, Callable[..., tuple]] = {
     "xyxy": lambda x1, y1, x2, y2: (x1, y1, x2, y2),
-    "xywh": lambda x, y, width, height: (x, y, x + width, y + height),
-    "cxcywh": lambda x, y, width, height: (
-        (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-    ),
+    "xywh": lambda x, y, w, h: (x, y, x + w, y + h),
+    "cxcywh": lambda x, y, w, h: (x - w / 2, y - h / 2, x + w / 2, y + h / 2),
     "yxyx": lambda y1, x1, y2, x2: (x1, y1, x2, y2),
 }
-"""Conversions from each order of the numbers to left, top, right and bottom."""
+"""Orders of the numbers, as functions that return left, top, right and bottom edge."""
 BOX_FORMATS = tuple(f"{unit}_{order}" for unit in UNITS for order in ORDERS)
-SWIFT_TYPES = {"real": "pixels_xyxy", "norm1": "fractions_xyxy"}  # of ms-swift's objects.bbox_type
-REF, BBOX = "<ref-object>", "<bbox>"  # ms-swift's placeholders
-MAX_NUMBER = 999  # the largest number of three digits
+PLACEHOLDERS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # ms-swift's, with the keys of "objects"
 EXIF_ORIENTATION, ROTATED_BY_90 = 0x0112, (5, 6, 7, 8)
 
 _NUMBER = r"-?\d++(?:\.\d*+)?(?:e[-+]?\d++)?"
@@ -59,52 +54,45 @@ class Box(NamedTuple):
 
     def iou(self, other: "Box") -> float:
         """Return the intersection over union; 0 for boxes without area."""
-        corners = *map(max, self[:2], other[:2]), *map(min, self[2:], other[2:])
-        intersection = Box(*corners).area
-        return intersection / (self.area + other.area - intersection) if intersection else 0.0
+        common = Box(*map(max, self[:2], other[:2]), *map(min, self[2:], other[2:])).area
+        return common / (self.area + other.area - common) if common else 0.0
 
 
 def find_boxes(text: str) -> list[Box]:
-    """Return the boxes of a text in their order, with the numbers of the text."""
+    """Return all boxes of a text in their order."""
     return [box for match in BOXES_RE.finditer(text) for box in _parse_boxes(match)]
 
 
 def to_thousandths(numbers: Sequence[float], box_format: str, size: tuple[int, int]) -> Box:
-    """Convert the four numbers of a data set's box.
+    """Convert four numbers, one of :data:`BOX_FORMATS`, to a box at least 1 wide and high.
+
+    Edges may exceed the image by a pixel (for other units than pixels, by a thousandth).
 
     Args:
-        box_format: One of :data:`BOX_FORMATS`.
-        size: Width and height of the image in pixels, after rotation by its EXIF orientation.
-
-    Returns:
-        The box in thousandths, at least 1 wide and high. An edge that exceeds the image by at most
-        one pixel, or one thousandth for units other than pixels, is moved to the image's edge.
+        size: Width and height of the image in pixels, upright.
 
     Raises:
-        ValueError: The box has no area, or exceeds the image.
+        ValueError: The box exceeds the image, or is empty, or smaller than a pixel or thousandth.
     """
     unit, _, order = box_format.partition("_")
-    limits = [UNITS[unit] or side for side in size]
+    limits = [UNITS[unit] or side for side in size] * 2
     box = Box(*ORDERS[order](*numbers))
-    scaled = [edge / limit for edge, limit in zip(box, limits * 2, strict=True)]
-    slack = [1 / side if unit == "pixels" else 0.001 for side in size] * 2
-    is_inside = all(-s <= edge <= 1 + s for edge, s in zip(scaled, slack, strict=True))
-    if not (is_inside and scaled[0] < scaled[2] and scaled[1] < scaled[3]):
-        stated = ", ".join(f"{number:g}" for number in numbers)
+    slack = 0.001 if unit == "fractions" else 1
+    is_inside = all(
+        -slack <= edge <= limit + slack for edge, limit in zip(box, limits, strict=True)
+    )
+    is_large = max(box.right - box.left, box.bottom - box.top) >= slack and box.area > 0
+    if not (is_inside and is_large):
         raise ValueError(
-            f"the box [{stated}], as {box_format}, goes from ({box.left:g}, {box.top:g}) to "
-            f"({box.right:g}, {box.bottom:g}); expected left < right and top < bottom, inside of "
-            f"the image, which is {limits[0]} wide and {limits[1]} high: correct the box, or "
-            "data.boxes (answer, evaluate: --boxes)"
+            f"the box {[*numbers]} is, as {box_format}, ({box.left:g}, {box.top:g}) to "
+            f"({box.right:g}, {box.bottom:g}); expected left < right and top < bottom in an image "
+            f"of {limits[0]} x {limits[1]}: correct the box or data.boxes (answer, evaluate: "
+            "--boxes)"
         )
-    left, top = (min(max(round(1000 * edge), 0), MAX_NUMBER - 1) for edge in scaled[:2])
-    right, bottom = (min(round(1000 * edge), MAX_NUMBER) for edge in scaled[2:])
+    edges = [round(1000 * edge / limit) for edge, limit in zip(box, limits, strict=True)]
+    left, top = (min(max(edge, 0), 998) for edge in edges[:2])
+    right, bottom = (min(edge, 999) for edge in edges[2:])  # three digits at most
     return Box(left, top, max(right, left + 1), max(bottom, top + 1))
-
-
-def format_box(box: Box) -> str:
-    """Return a box in thousandths as the model writes it, such as ``[[012,034,567,890]]``."""
-    return f"[[{','.join(f'{number:03}' for number in box)}]]"
 
 
 def convert_boxes(
@@ -113,50 +101,46 @@ def convert_boxes(
     objects: Any = None,
     stated_size: tuple[Any, Any] = (None, None),
 ) -> list[dict]:
-    """Return a conversation whose boxes are in thousandths.
+    """Return a conversation in which lists of four numbers are boxes in thousandths.
 
-    Lists of four numbers in the texts are converted. In a text with JSON keys they stay valid JSON;
-    elsewhere each number gets three digits.
+    Each number gets three digits, except in texts with JSON keys, which stay valid JSON.
 
     Args:
         messages: The conversation, with paths of images.
         box_format: Unit and order of the numbers, one of :data:`BOX_FORMATS`.
-        objects: ms-swift's ``{"ref": [...], "bbox": [...]}``, which replaces ``<ref-object>`` and
-            ``<bbox>`` in the texts; None to leave these words alone.
+        objects: ms-swift's ``{"ref": [...], "bbox": [...]}``, whose values replace
+            ``<ref-object>`` and ``<bbox>``.
         stated_size: Width and height of the image according to the row, if it has them.
 
     Raises:
-        ValueError: A box does not fit its image, or the numbers of placeholders and objects differ.
+        ValueError: A box does not fit its image, or the numbers of placeholders and values differ.
     """
+    values = _placeholder_values(messages, objects)
+    in_pixels = UNITS[box_format.partition("_")[0]] is None
     paths = images_of(messages)
 
-    def convert(numbers: Sequence[float], image: int | None = None) -> Box:
-        in_pixels = box_format.startswith("pixels")
-        size = _image_size(paths, image, stated_size) if in_pixels else (1, 1)
-        return to_thousandths(numbers, box_format, size)
-
-    texts = [text_of(message) for message in messages]
-    replacements = _values_of_objects(objects, texts, box_format, convert)
+    def convert_list(match: re.Match) -> str:
+        size = _common_size(paths, stated_size) if in_pixels else (1, 1)
+        digits = "" if JSON_KEY_RE.search(match.string) else "03"
+        boxes = (to_thousandths(box, box_format, size) for box in _parse_boxes(match))
+        return f"[{';'.join(','.join(f'{n:{digits}}' for n in box) for box in boxes)}]"
 
     def convert_text(text: str) -> str:
-        is_json = JSON_KEY_RE.search(text) is not None
+        for word, iterator in values.items():
+            text = re.sub(word, lambda _, iterator=iterator: next(iterator), text)
+        return BOXES_RE.sub(convert_list, text)
 
-        def write(box: Box) -> str:
-            return ",".join(f"{number}" if is_json else f"{number:03}" for number in box)
+    def convert_message(message: dict) -> dict:
+        content = message["content"]
+        if isinstance(content, str):
+            return message | {"content": convert_text(content)}
+        parts = [
+            part | {"text": convert_text(part["text"])} if part["type"] == "text" else part
+            for part in content
+        ]
+        return message | {"content": parts}
 
-        def convert_list(match: re.Match) -> str:
-            return f"[{';'.join(write(convert(box)) for box in _parse_boxes(match))}]"
-
-        text = BOXES_RE.sub(convert_list, text)
-        for word, values in replacements.items():
-            while word in text:
-                value = next(values)
-                if isinstance(value, Box):
-                    value = f"[{write(value)}]" if is_json else f"[[{write(value)}]]"
-                text = text.replace(word, value, 1)
-        return text
-
-    return read_each(messages, "message", lambda message: _replace_text(message, convert_text))
+    return read_each(messages, "message", convert_message)
 
 
 def spell_boxes(value: Any) -> Any:
@@ -165,69 +149,50 @@ def spell_boxes(value: Any) -> Any:
         return {key: spell_boxes(item) for key, item in value.items()}
     if not isinstance(value, list):
         return value
-    return f"[{value}]" if _is_box(value) else [*map(spell_boxes, value)]
+    is_box = len(value) == 4 and all(
+        type(number) in (int, float) and math.isfinite(number) for number in value
+    )
+    return f"[{value}]" if is_box else [*map(spell_boxes, value)]
 
 
 def _parse_boxes(match: re.Match) -> list[Box]:
     return [Box(*map(float, part.split(","))) for part in match[1].split(";")]
 
 
-def _is_box(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and all(type(number) in (int, float) and math.isfinite(number) for number in value)
-    )
-
-
-def _values_of_objects(
-    objects: Any, texts: Sequence[str], box_format: str, convert: Callable[..., Box]
-) -> dict[str, Iterator[Any]]:
-    """Return the values that replace ms-swift's placeholders, by placeholder."""
-    if objects is None:
-        return {}
+def _placeholder_values(messages: list[dict], objects: Any) -> dict[str, Iterator[str]]:
+    """Return the texts that replace each placeholder, in order."""
     if not isinstance(objects, dict):
-        raise ValueError(f'objects is {objects!r:.60}; expected {{"ref": [...], "bbox": [...]}}')
-    names, boxes = objects.get("ref") or [], objects.get("bbox") or []
-    images = objects.get("image_id") or [None] * len(boxes)
-    own_format = SWIFT_TYPES.get(objects.get("bbox_type") or "", box_format)
-    if own_format != box_format:
-        raise ValueError(
-            f"objects.bbox_type means {own_format}, and data.boxes is {box_format}: set data.boxes "
-            f"to {own_format} for this data set"
-        )
-    for word, key, values in (
-        (REF, "ref", names),
-        (BBOX, "bbox", boxes),
-        (BBOX, "image_id", images),
-    ):
-        number = sum(text.count(word) for text in texts)
+        return {}
+    iterators = {}
+    for word, key in PLACEHOLDERS.items():
+        values = spell_boxes(objects.get(key) or [])
+        number = sum(text_of(message).count(word) for message in messages)
         if len(values) != number:
             raise ValueError(
                 f"the texts have {number} {word}, and objects.{key} has {len(values)} values; "
                 "expected equal numbers"
             )
-    if wrong := next((box for box in boxes if not _is_box(box)), None):
-        raise ValueError(f"objects.bbox has {wrong!r:.60}; expected four numbers per box")
-    return {REF: iter(names), BBOX: map(convert, boxes, images)}
+        if other := [value for value in values if not isinstance(value, str)]:
+            expected = "four numbers" if key == "bbox" else "texts"
+            raise ValueError(f"objects.{key} has {other[0]!r:.60}; expected {expected}")
+        iterators[word] = iter(values)
+    return iterators
 
 
-def _image_size(
-    paths: list[str], image: int | None, stated_size: tuple[Any, Any]
-) -> tuple[int, int]:
-    """Return the upright size of the image that a box refers to, by its index if it is known."""
-    sizes = {upright_size(path) for path in (paths if image is None else paths[image : image + 1])}
+def _common_size(paths: list[str], stated_size: tuple[Any, Any]) -> tuple[int, int]:
+    """Return the size in pixels that all images of a sample have."""
+    sizes = {upright_size(path) for path in paths}
     if len(sizes) != 1:
         raise ValueError(
-            f"a box in pixels needs to know its image, and the sample has {len(paths)} images of "
-            f"{len(sizes)} sizes: see docs/grounding.md"
+            f"a box in pixels needs its image's size, and the sample has {len(paths)} images of "
+            f"{len(sizes)} sizes: write fractions or thousandths (docs/grounding.md)"
         )
     (size,) = sizes
-    if len(paths) == 1 and None not in stated_size and stated_size != size:
+    if None not in stated_size and stated_size != size:
         raise ValueError(
             f"the row says {stated_size[0]} x {stated_size[1]} pixels, and its image has {size[0]} "
-            f"x {size[1]}, upright: its boxes are for another size or rotation; see "
-            "docs/grounding.md"
+            f"x {size[1]}, upright: its boxes belong to an image of another size or rotation "
+            "(docs/grounding.md)"
         )
     return size
 
@@ -248,11 +213,3 @@ def upright_size(path: str) -> tuple[int, int]:
     except Exception as error:  # Pillow's readers raise any kind
         raise ValueError(f"the image {shorten(path)} cannot be read: {error}") from None
     return (height, width) if is_rotated else (width, height)
-
-
-def _replace_text(message: dict, convert: Callable[[str], str]) -> dict:
-    content = message["content"]
-    if isinstance(content, str):
-        return message | {"content": convert(content)}
-    parts = [p | {"text": convert(p["text"])} if p["type"] == "text" else p for p in content]
-    return message | {"content": parts}

@@ -18,7 +18,7 @@ from typing import Final
 from transformers.utils.logging import disable_progress_bar
 
 from ..atomic import write_atomically
-from ..data.rows import read_conversations, write_conversations
+from ..data.rows import DataSource, read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
@@ -31,7 +31,7 @@ from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_image_files, make_question
 from ..inference.scoring import mean_score, swap_images
 from ..models.placement import Device, Placement, place_processes
-from .images import TASKS, Task, draw_data_set
+from .images import TASKS, draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
@@ -80,7 +80,7 @@ def run_demo(out: Path, placement: Placement, steps: int, task: str = "shapes") 
         out = out.resolve()
         _require_replaceable(out)
         (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
-        return _train_and_evaluate(out, placement, steps, TASKS[task])
+        return _train_and_evaluate(out, placement, steps, task)
 
 
 def _require_replaceable(out: Path) -> None:
@@ -99,19 +99,23 @@ def _require_replaceable(out: Path) -> None:
             )
 
 
-def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: Task) -> dict:
+def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
     started = time.time()
     disable_progress_bar()  # loading a tiny model needs none
     train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED, task)
     held_out_file = _write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1, task)
-    held_out = read_conversations(held_out_file)
-    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
+    boxes = "pixels_xyxy" if task == "boxes" else None
+    train, held_out = (
+        read_conversations(DataSource(str(path), boxes=boxes))
+        for path in (train_file, held_out_file)
+    )
+    build_from_scratch(out / "initial", train, SEED)
     print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
 
     recipe = Recipe(
         model=str(out / "initial"),
         out=str(out / "trained"),
-        data=Data(train=str(train_file)),
+        data=Data(train=str(train_file), boxes=boxes),
         # Full checkpointing is set, because "auto" would choose none for such a small model.
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
@@ -142,10 +146,11 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: Task)
     )
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
+    score = TASKS[task][1]
     metrics = {
-        f"{task.score}_before": _mean_score(task, before, questions),
-        f"{task.score}_after": _mean_score(task, after, questions),
-        f"{task.score}_swapped": _mean_score(task, after_swapped, swapped),
+        f"{score}_before": _mean_score(task, before, questions),
+        f"{score}_after": _mean_score(task, after, questions),
+        f"{score}_swapped": _mean_score(task, after_swapped, swapped),
         "seconds": round(time.time() - started, 1),
         "world_size": report["world_size"],
         "zero_stage": ZERO_STAGE,
@@ -158,7 +163,7 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: Task)
     return metrics
 
 
-def _write_data_set(folder: Path, name: str, number: int, seed: int, task: Task) -> Path:
+def _write_data_set(folder: Path, name: str, number: int, seed: int, task: str) -> Path:
     """Write ``number`` conversations and their images, and return the file of conversations."""
     conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE, task)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
@@ -185,6 +190,6 @@ def _answer_in_fresh_process(
     return json.loads(reply_file.read_text())
 
 
-def _mean_score(task: Task, answers: list[str], questions: list[Question]) -> float | None:
+def _mean_score(task: str, answers: list[str], questions: list[Question]) -> float | None:
     pairs = zip(answers, (question.reference or "" for question in questions), strict=True)
-    return mean_score(task.score, task.metric, pairs)
+    return mean_score(*TASKS[task][1:], pairs)

@@ -1,15 +1,12 @@
 """The demo's data sets: images of one colored shape, with a question about each."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from ..data.boxes import Box, format_box, to_thousandths
 from ..inference.grounding import box_iou
-from ..inference.scoring import Metric, exact_match
+from ..inference.scoring import exact_match
 
 COLORS = {
     "red": (214, 39, 40),
@@ -26,49 +23,18 @@ QUESTIONS = {
     "What do you see?": "a {color} {shape}",
 }
 BOX_QUESTIONS = {"Where is it?": "{box}", "Where is the {shape}?": "{box}"}
-# Shapes of the task "boxes" lie on a grid of this many units per side, so that a few hundred steps
-# suffice to learn their boxes.
-GRID_UNITS = 8
-
-
-def place_anywhere(side: int, rng: random.Random) -> Box:
-    """Return the place of a shape that nearly fills an image, in pixels."""
-    size = rng.uniform(0.82, 0.92) * side
-    left, top = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
-    return Box(left, top, left + size, top + size)
-
-
-def place_on_grid(side: int, rng: random.Random) -> Box:
-    """Return the place of a shape on a grid, in pixels."""
-    unit, size = side // GRID_UNITS, rng.randint(3, 5)
-    left, top = (unit * rng.randint(0, GRID_UNITS - size) for _ in range(2))
-    return Box(left, top, left + unit * size, top + unit * size)
-
-
-class Task(NamedTuple):
-    """A data set of the demo and the score of its answers.
-
-    Attributes:
-        questions: The answer to each question, as templates.
-        place: Chooses the place of a shape from the image's side and a random generator.
-        score: Name of the mean of the metric.
-        metric: Compares an answer with the right one.
-    """
-
-    questions: dict[str, str]
-    place: Callable[[int, random.Random], Box]
-    score: str
-    metric: Metric
-
-
 TASKS = {
-    "shapes": Task(QUESTIONS, place_anywhere, "accuracy", exact_match),
-    "boxes": Task(BOX_QUESTIONS, place_on_grid, "iou", box_iou),
+    "shapes": (QUESTIONS, "accuracy", exact_match),
+    "boxes": (BOX_QUESTIONS, "iou", box_iou),
 }
+"""The data sets by name: questions with their answers, and the name and function of the score."""
+GRID_UNITS = 8
+"""Units per side of the grid on which shapes of the task "boxes" lie, so that a few hundred steps
+suffice to learn to point."""
 
 
 def draw_data_set(
-    folder: Path, number: int, seed: int, side: int, task: Task = TASKS["shapes"]
+    folder: Path, number: int, seed: int, side: int, task: str = "shapes"
 ) -> list[list[dict]]:
     """Draw images and return a conversation about each.
 
@@ -77,19 +43,19 @@ def draw_data_set(
         number: The number of images.
         seed: Seed of colors, shapes and questions.
         side: Width and height of the images, in pixels.
+        task: A key of :data:`TASKS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
+    rng, questions = random.Random(seed), TASKS[task][0]
     conversations = []
     for index in range(number):
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
-        question = rng.choice(list(task.questions))
+        question = rng.choice(list(questions))
         path = folder / f"{index:05}.png"
-        image, place = draw_shape(color, shape, side, task.place, rng)
+        image, box = draw_shape(color, shape, side, rng, GRID_UNITS if task == "boxes" else None)
         image.save(path)
-        box = format_box(to_thousandths(place, "pixels_xyxy", image.size))
-        words = {"color": color, "shape": shape, "box": box}
-        answer = task.questions[question].format(**words)
+        words = {"color": color, "shape": shape, "box": f"[{[*box]}]"}
+        answer = questions[question].format(**words)
         conversations.append(
             [
                 {"role": "user", "image": str(path), "content": question.format(**words)},
@@ -100,14 +66,23 @@ def draw_data_set(
 
 
 def draw_shape(
-    color: str, shape: str, side: int, place: Callable[..., Box], rng: random.Random
-) -> tuple[Image.Image, Box]:
-    """Draw a shape of random size and position on a dark background, and return its place, too."""
+    color: str, shape: str, side: int, rng: random.Random, grid_units: int | None = None
+) -> tuple[Image.Image, tuple[float, ...]]:
+    """Draw a shape of random size and position on a dark background; return its box in pixels, too.
+
+    Without ``grid_units`` the shape nearly fills the image.
+    """
     background = tuple(rng.randint(0, 40) for _ in range(3))
     image = Image.new("RGB", (side, side), background)
     draw = ImageDraw.Draw(image)
-    x0, y0, x1, y1 = box = place(side, rng)
-    size = x1 - x0
+    if grid_units is None:
+        size = rng.uniform(0.82, 0.92) * side
+        x0, y0 = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
+    else:
+        unit, num_units = side // grid_units, rng.randint(3, 5)
+        size = unit * num_units
+        x0, y0 = (unit * rng.randint(0, grid_units - num_units) for _ in range(2))
+    x1, y1 = x0 + size, y0 + size
     fill = COLORS[color]
     if shape == "circle":
         draw.ellipse((x0, y0, x1, y1), fill=fill)
@@ -119,4 +94,4 @@ def draw_shape(
         arm = size / 3
         draw.rectangle((x0, y0 + arm, x1, y1 - arm), fill=fill)
         draw.rectangle((x0 + arm, y0, x1 - arm, y1), fill=fill)
-    return image, box
+    return image, (x0, y0, x1, y1)

@@ -189,7 +189,9 @@ def _draw_images(
 ) -> None:
     """Draw all images of a row in a grid, upright and framed, and boxes on an only image."""
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
+    halo = withStroke(linewidth=2, foreground="white")  # boxes are seen on any background
     width, height = figure.get_size_inches() * DPI
     columns = math.ceil(math.sqrt(len(paths)))
     for index, path in enumerate(paths):
@@ -200,12 +202,10 @@ def _draw_images(
         x, y = cell_x + index % columns * slot[0], cell_y + index // columns * slot[1]
         bounds = x / width, 1 - (y + size[1]) / height, size[0] / width, size[1] / height
         axes = figure.add_axes(bounds, anchor="NW", xticks=[], yticks=[])
-        axes.imshow(thumbnail := ImageOps.contain(upright, size))
+        thumbnail = ImageOps.contain(upright, size)
+        # Coordinates are thousandths, as those of boxes.
+        aspect = thumbnail.height / thumbnail.width
+        axes.imshow(thumbnail, extent=(0, 1000, 1000, 0), aspect=aspect)
         for box, color in boxes if len(paths) == 1 else ():
-            left, top, right, bottom = (
-                edge * side / 1000 for edge, side in zip(box, thumbnail.size * 2, strict=True)
-            )
-            corner = left - 0.5, top - 0.5  # the center of the first pixel is at 0, 0
-            for line_width, line_color in ((2.5, "white"), (1.2, color)):  # seen on any background
-                style = {"fill": False, "linewidth": line_width, "edgecolor": line_color}
-                axes.add_patch(Rectangle(corner, right - left, bottom - top, **style))
+            style = {"fill": False, "edgecolor": color, "path_effects": [halo]}
+            axes.add_patch(Rectangle(box[:2], box.right - box.left, box.bottom - box.top, **style))

@@ -1,10 +1,7 @@
-"""Scores of answers with boxes, or with operations such as ``CLICK(box=[[x1,y1,x2,y2]])``.
-
-Needs no torch. Boxes of an answer and its reference must have the same unit.
-"""
+"""Scores of boxes, and of operations such as ``CLICK(box=[[x1,y1,x2,y2]])``. Needs no torch."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..data.boxes import Box, find_boxes
@@ -19,7 +16,7 @@ ARGUMENT_RE = re.compile(
 
 
 class Operation(NamedTuple):
-    """An operation in cogagent's form, with the texts of its arguments except boxes."""
+    """An operation in cogagent's form: its name, its arguments except boxes, and its boxes."""
 
     name: str
     arguments: dict[str, str]
@@ -29,60 +26,20 @@ class Operation(NamedTuple):
 def find_operation(text: str) -> Operation | None:
     """Return the last complete operation of a text; explanations come before it."""
     for name in reversed([*OPERATION_NAME_RE.finditer(text)]):
-        arguments, boxes, position = {}, [], name.end()
+        operation, position = Operation(name[1], {}, []), name.end()
         while argument := ARGUMENT_RE.match(text, position):
             key, value = argument.groups()
-            if argument_boxes := find_boxes(value) if value.startswith("[") else []:
-                boxes += argument_boxes
+            if value.startswith("[") and (boxes := find_boxes(value)):
+                operation.boxes.extend(boxes)
             else:
-                arguments[key] = value.strip("'\"")
+                operation.arguments[key] = value.strip("'\"")
             position = argument.end()
         if text[position:].lstrip().startswith(")"):
-            return Operation(name[1], arguments, boxes)
+            return operation
     return None
 
 
-def box_iou(answer: str, reference: str) -> float:
-    """Return the mean intersection over union of the boxes, in pairs.
-
-    Each box belongs to at most one pair; the pairs with the largest values come first. A box
-    without a partner counts as 0. If the reference has an operation, its boxes alone count.
-    """
-    return _mean_over_pairs(answer, reference, Box.iou)
-
-
-def center_in_box(answer: str, reference: str) -> float:
-    """Return the share of boxes of the reference that contain the center of an answered box, which
-    is where a click would go.
-
-    Boxes are paired as by :func:`box_iou`.
-    """
-    return _mean_over_pairs(
-        answer, reference, lambda box, expected: float(box.area > 0 and expected.has_center_of(box))
-    )
-
-
-def operation_name(answer: str, reference: str) -> float:
-    """Return 1 if the operations of both texts have the same name, otherwise 0."""
-    answered, expected = find_operation(answer), find_operation(reference)
-    return float(bool(answered and expected and answered.name == expected.name))
-
-
-def operation_arguments(answer: str, reference: str) -> float:
-    """Return the share of equal arguments, except boxes, of operations of the same name.
-
-    Arguments that only one of them has count as different. Without arguments, the result is that
-    of :func:`operation_name`.
-    """
-    answered, expected = find_operation(answer), find_operation(reference)
-    if not (answered and expected and answered.name == expected.name):
-        return 0.0
-    keys = answered.arguments.keys() | expected.arguments.keys()
-    num_equal = sum(answered.arguments.get(key) == expected.arguments.get(key) for key in keys)
-    return num_equal / len(keys) if keys else 1.0
-
-
-def boxes_to_compare(text: str, reference: str) -> Sequence[Box]:
+def boxes_to_compare(text: str, reference: str) -> list[Box]:
     """Return the boxes of a text's operation if the reference has one; otherwise all boxes."""
     if find_operation(reference):
         operation = find_operation(text)
@@ -90,17 +47,55 @@ def boxes_to_compare(text: str, reference: str) -> Sequence[Box]:
     return find_boxes(text)
 
 
+def box_iou(answer: str, reference: str) -> float:
+    """Return the mean intersection over union of boxes, as paired by :func:`_mean_over_pairs`."""
+    return _mean_over_pairs(answer, reference, Box.iou)
+
+
+def center_in_box(answer: str, reference: str) -> float:
+    """Return the share of boxes whose center, where a click would go, is in the expected box."""
+    return _mean_over_pairs(
+        answer, reference, lambda box, expected: float(box.area > 0 and expected.has_center_of(box))
+    )
+
+
 def _mean_over_pairs(answer: str, reference: str, score: Callable[[Box, Box], float]) -> float:
-    boxes, expected = (boxes_to_compare(text, reference) for text in (answer, reference))
-    values = {
-        (i, j): score(box, other) for i, box in enumerate(boxes) for j, other in enumerate(expected)
-    }
-    total, used = 0.0, set()
-    for (i, j), value in sorted(values.items(), key=lambda item: -item[1]):
-        if not used & {("answer", i), ("reference", j)}:
+    """Return the mean score of pairs of boxes, the pairs with the highest scores first.
+
+    A box belongs to at most one pair; boxes without a partner count as 0.
+    """
+    answered, expected = (boxes_to_compare(text, reference) for text in (answer, reference))
+    pairs = [(score(a, b), i, j) for i, a in enumerate(answered) for j, b in enumerate(expected)]
+    total, free, free_expected = 0.0, {*range(len(answered))}, {*range(len(expected))}
+    for value, i, j in sorted(pairs, reverse=True):
+        if i in free and j in free_expected:
             total += value
-            used |= {("answer", i), ("reference", j)}
-    return total / max(len(boxes), len(expected), 1)
+            free.remove(i)
+            free_expected.remove(j)
+    return total / max(len(answered), len(expected), 1)
+
+
+def operation_name(answer: str, reference: str) -> float:
+    """Return 1 if the operations of both texts have the same name, otherwise 0."""
+    return float(_operations_of_same_name(answer, reference) is not None)
+
+
+def operation_arguments(answer: str, reference: str) -> float:
+    """Return the share of equal arguments, boxes aside, of operations of the same name.
+
+    An argument that one of them lacks counts as different. Without arguments the share is 1, and
+    for operations of different names 0.
+    """
+    if (operations := _operations_of_same_name(answer, reference)) is None:
+        return 0.0
+    first, second = (operation.arguments for operation in operations)
+    keys = first.keys() | second.keys()
+    return sum(first.get(key) == second.get(key) for key in keys) / len(keys) if keys else 1.0
+
+
+def _operations_of_same_name(answer: str, reference: str) -> tuple[Operation, Operation] | None:
+    first, second = find_operation(answer), find_operation(reference)
+    return (first, second) if first and second and first.name == second.name else None
 
 
 BOX_METRICS = {"box_iou": box_iou, "center_in_box": center_in_box}
@@ -108,7 +103,7 @@ OPERATION_METRICS = {"operation_name": operation_name, "operation_arguments": op
 
 
 def metric_applies(name: str, reference: str) -> bool:
-    """Return whether a metric is computed for a reference; all others apply to every reference."""
+    """Return whether a metric is computed for a reference; other metrics apply to all."""
     if name in BOX_METRICS:
         return bool(boxes_to_compare(reference, reference))
     return name not in OPERATION_METRICS or find_operation(reference) is not None
