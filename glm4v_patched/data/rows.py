@@ -213,7 +213,8 @@ class _RowReader:
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
         if self.source.boxes:
-            objects = row.get("objects") if "objects" not in self.named else None
+            is_swift = not self.source.columns and "objects" not in self.source.ignore
+            objects = row.get("objects") if is_swift else None
             stated_size = row.get("width"), row.get("height")
             checked = convert_boxes(checked, self.source.boxes, objects, stated_size)
         require_no_missing_media(row, checked, self.source, self.files)
