@@ -126,8 +126,8 @@ def convert_boxes(
         return f"[{';'.join(','.join(f'{n:{digits}}' for n in box) for box in boxes)}]"
 
     def convert_text(text: str) -> str:
-        for word, iterator in values.items():
-            text = re.sub(word, lambda _, iterator=iterator: next(iterator), text)
+        if values:
+            text = re.sub("|".join(values), lambda match: next(values[match[0]]), text)
         return BOXES_RE.sub(convert_list, text)
 
     def convert_message(message: dict) -> dict:

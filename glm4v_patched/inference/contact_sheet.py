@@ -207,5 +207,7 @@ def _draw_images(
         aspect = thumbnail.height / thumbnail.width
         axes.imshow(thumbnail, extent=(0, 1000, 1000, 0), aspect=aspect)
         for box, color in boxes if len(paths) == 1 else ():
-            style = {"fill": False, "edgecolor": color, "path_effects": [halo]}
-            axes.add_patch(Rectangle(box[:2], box.right - box.left, box.bottom - box.top, **style))
+            extent = box.right - box.left, box.bottom - box.top
+            outline = Rectangle(box[:2], *extent, fill=False, edgecolor=color)
+            outline.set_path_effects([halo])
+            axes.add_patch(outline)
