@@ -191,7 +191,7 @@ def _draw_images(
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 
-    halo = withStroke(linewidth=2, foreground="white")  # boxes are seen on any background
+    halo = withStroke(linewidth=2.5, foreground="white")  # boxes are seen on any background
     width, height = figure.get_size_inches() * DPI
     columns = math.ceil(math.sqrt(len(paths)))
     for index, path in enumerate(paths):
@@ -208,6 +208,6 @@ def _draw_images(
         axes.imshow(thumbnail, extent=(0, 1000, 1000, 0), aspect=aspect)
         for box, color in boxes if len(paths) == 1 else ():
             extent = box.right - box.left, box.bottom - box.top
-            outline = Rectangle(box[:2], *extent, fill=False, edgecolor=color)
+            outline = Rectangle(box[:2], *extent, fill=False, edgecolor=color, linewidth=1.5)
             outline.set_path_effects([halo])
             axes.add_patch(outline)

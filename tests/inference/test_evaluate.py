@@ -339,8 +339,8 @@ def test_expected_boxes_are_green_and_answered_boxes_red_where_they_are(image, t
     draw_sheet(rows, [texts[1]], tmp_path / "sheet.png")
     sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     is_black = (sheet == 0).all(-1)
-    frame = Image.fromarray(is_black).crop((0, 40, 300, 190)).getbbox()
-    left, top, side = frame[0], frame[1] + 40, frame[2] - frame[0]
+    frame = Image.fromarray(is_black).crop((0, 30, 300, 190)).getbbox()
+    left, top, side = frame[0], frame[1] + 30, frame[2] - frame[0]
     red, green, _ = sheet[top : top + side, left : left + side].transpose(2, 0, 1)
     for is_color, box in ((green > red + 60, expected), (red > green + 60, answered)):
         found = Image.fromarray(is_color).getbbox()
