@@ -172,7 +172,8 @@ def _is_invisible(character: str) -> bool:
 
 def _drawable(text: str, missing: set[str]) -> str:
     """Return the text without invisible characters, and with squares for missing ones."""
-    visible = (c for c in text if c.isspace() or not _is_invisible(c))
+    text = "".join(" " if c.isspace() else c for c in text)  # some control characters are spaces
+    visible = (c for c in text if not _is_invisible(c))
     return "".join(MISSING_GLYPH if c in missing else c for c in visible)
 
 

@@ -308,7 +308,7 @@ def test_a_character_is_drawn_in_a_font_that_has_it_or_named_as_missing(tmp_path
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, of a glyph that is missing
-        draw_sheet([question(1, "Ⓐ$x$")], ["文\u200d"], tmp_path / "sheet.png")
+        draw_sheet([question(1, "Ⓐ$x$")], ["文\u200d\x1e"], tmp_path / "sheet.png")
     assert "no installed font has U+6587" in heads[0][1][0]
     assert [line for line, _ in heads[1]][-2:] == ["□", "expected: Ⓐ$x$"]
 
