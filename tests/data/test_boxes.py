@@ -162,8 +162,8 @@ def test_without_data_boxes_the_cure_is_to_set_it(card):
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_a_box_lies_where_the_model_sees_the_card(card, orientation, suffix):
     """The file's pixels are rotated or mirrored, and its EXIF entry says how to show them. The box
-    is that of the image as shown; the model sees it as a square."""
-    shown = Image.open(card)
+    is that of the image as upright; the model sees it as a square."""
+    upright = Image.open(card)
     stored = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
@@ -173,7 +173,7 @@ def test_a_box_lies_where_the_model_sees_the_card(card, orientation, suffix):
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_270,
     }
-    pixels = shown.transpose(stored[orientation]) if orientation in stored else shown
+    pixels = upright.transpose(stored[orientation]) if orientation in stored else upright
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     path = card.parent / f"turned.{suffix}"
@@ -184,8 +184,8 @@ def test_a_box_lies_where_the_model_sees_the_card(card, orientation, suffix):
     seen = ChatGLMImageProcessor(size=224, patch_size=14)([Image.open(path)])["pixel_values"][0]
     is_card = (seen.mean(0) > 0).nonzero() * 1000 / 224
     (top, left), (bottom, right) = is_card.amin(0), is_card.amax(0)
-    found = left, top, right, bottom
-    assert [float(edge) for edge in found] == pytest.approx([*box], abs=2 * 1000 / 224)
+    seen_edges = left, top, right, bottom
+    assert [float(edge) for edge in seen_edges] == pytest.approx([*box], abs=2 * 1000 / 224)
 
 
 def test_boxes_of_another_size_or_rotation_than_the_image_are_refused(card):

@@ -21,8 +21,8 @@ def test_a_box_is_that_of_the_drawn_shape(tmp_path):
     for question, answer in rows:
         (box,) = find_boxes(answer["content"])
         image = Image.open(question["image"]).convert("L")
-        drawn = image.point(lambda value: 255 * (value > 45)).getbbox()
-        assert [edge * 1000 / 56 for edge in drawn] == pytest.approx([*box], abs=1500 / 56)
+        shape_edges = image.point(lambda value: 255 * (value > 45)).getbbox()
+        assert [edge * 1000 / 56 for edge in shape_edges] == pytest.approx([*box], abs=1500 / 56)
 
 
 @pytest.mark.slow

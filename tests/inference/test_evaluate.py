@@ -343,8 +343,8 @@ def test_expected_boxes_are_green_and_answered_boxes_red_where_they_are(image, t
     left, top, side = frame[0], frame[1] + 30, frame[2] - frame[0]
     red, green, _ = sheet[top : top + side, left : left + side].transpose(2, 0, 1)
     for is_color, box in ((green > red + 60, expected), (red > green + 60, answered)):
-        found = Image.fromarray(is_color).getbbox()
-        assert [edge * 1000 / side for edge in found] == pytest.approx(box, abs=3000 / side)
+        line_edges = Image.fromarray(is_color).getbbox()
+        assert [edge * 1000 / side for edge in line_edges] == pytest.approx(box, abs=3000 / side)
 
 
 def test_boxes_are_named_with_their_iou_and_drawn_on_a_single_image_only(image):
