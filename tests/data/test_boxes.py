@@ -162,7 +162,7 @@ def test_without_data_boxes_the_cure_is_to_set_it(card):
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_a_box_lies_where_the_model_sees_the_card(card, orientation, suffix):
     """The file's pixels are rotated or mirrored, and its EXIF entry says how to show them. The box
-    is that of the image as upright; the model sees it as a square."""
+    is that of the upright image; the model sees it as a square."""
     upright = Image.open(card)
     stored = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
