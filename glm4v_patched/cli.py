@@ -58,6 +58,8 @@ def _build_parser() -> argparse.ArgumentParser:
     processes_help = "training processes; default: two, or one where there is only one GPU"
     demo.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
+    task_help = "shapes: name what is drawn; boxes: point to it (default: shapes)"
+    demo.add_argument("--task", choices=("shapes", "boxes"), default="shapes", help=task_help)
     demo.add_argument("--steps", type=_positive_count, default=300, help="training steps")
 
     train = commands.add_parser(
@@ -140,13 +142,14 @@ def _run_demo(options: argparse.Namespace) -> None:
     from .demo.command import place_demo, run_demo
 
     placement = place_demo(options.processes, options.device)
-    metrics = run_demo(options.out, placement, options.steps)
+    metrics = run_demo(options.out, placement, options.steps, options.task)
+    score, name = ("iou", "mean IoU") if "iou_after" in metrics else ("accuracy", "exact match")
     print(
         f"""
-exact match on images it has not seen, answered by a fresh process without this package:
-  before training       {metrics["accuracy_before"]:.3f}
-  after training        {metrics["accuracy_after"]:.3f}
-  with images swapped   {metrics["accuracy_swapped"]:.3f}
+{name} on images it has not seen, answered by a fresh process without this package:
+  before training       {metrics[f"{score}_before"]:.3f}
+  after training        {metrics[f"{score}_after"]:.3f}
+  with images swapped   {metrics[f"{score}_swapped"]:.3f}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}

@@ -44,10 +44,7 @@ TURN_CURES = {
 }
 PREFERENCE_KEYS = {"chosen", "rejected"}
 PREFERENCES_CURE = "this is preference data, which TRL trains on (docs/frameworks.md)"
-BOXES_CURE = (
-    "write boxes as text, such as [[x0, y0, x1, y1]], in place of <bbox> (docs/questions.md, "
-    '"Does it know boxes?")'
-)
+BOXES_CURE = "set data.boxes, which says how boxes are read (docs/grounding.md)"
 OTHER_MEDIA_CURE = (
     "the model accepts only images: remove the row; if the key is empty in all rows, add it to "
     "data.ignore"

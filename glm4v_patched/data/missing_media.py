@@ -51,8 +51,8 @@ MEDIA_PLACEHOLDERS = (
         rf"<\|/?(?:\w{{1,8}}_of_)?(?:{_BOX_WORDS})(?:_\w{{1,12}})?\|>|<bbox>|<ref-object>"
         r"|<(?:loc|seg|bin|patch_index)_?\d{1,6}>",
         f"<(?:{_BOX_WORDS})>",
-        "replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]] "
-        '(docs/questions.md, "Does it know boxes?")',
+        "replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]]; for "
+        "ms-swift's objects, set data.boxes (docs/grounding.md)",
     ),
     MediaPlaceholder(
         "a video",

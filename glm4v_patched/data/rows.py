@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
+from .boxes import convert_boxes, spell_boxes
 from .columns import EMPTY_CELL, describe_unnamed_columns, find_unnamed_columns, named_columns
 from .folders import hub_cache_folder
 from .formats import (
@@ -211,6 +212,11 @@ class _RowReader:
         messages, images = self._messages_and_images(row)
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
+        if self.source.boxes:
+            is_swift = not self.source.columns and "objects" not in self.source.ignore
+            objects = row.get("objects") if is_swift else None
+            stated_size = row.get("width"), row.get("height")
+            checked = convert_boxes(checked, self.source.boxes, objects, stated_size)
         require_no_missing_media(row, checked, self.source, self.files)
         return checked
 
@@ -221,12 +227,15 @@ class _RowReader:
             if key not in self.source.ignore and value is not EMPTY_CELL
         }
         if columns := self.source.columns:
-            result = read_columns(row, columns, self.source.ignore)
+            values = spell_boxes(row) if self.source.boxes else row
+            result = read_columns(values, columns, self.source.ignore)
             if unnamed := tuple(find_unnamed_columns(row, self.named)):
                 raise ValueError(
                     self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
                 )
             return result
+        if self.source.boxes:
+            row.pop("objects", None)  # replaces placeholders later
         self.format = self.format or find_format(row)
         if self.format is None:
             keys = tuple(raw)

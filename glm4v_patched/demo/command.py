@@ -18,7 +18,7 @@ from typing import Final
 from transformers.utils.logging import disable_progress_bar
 
 from ..atomic import write_atomically
-from ..data.rows import read_conversations, write_conversations
+from ..data.rows import DataSource, read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
@@ -29,9 +29,9 @@ from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_image_files, make_question
-from ..inference.scoring import exact_match, swap_images
+from ..inference.scoring import mean_score, swap_images
 from ..models.placement import Device, Placement, place_processes
-from .images import draw_data_set
+from .images import TASKS, draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
@@ -62,13 +62,14 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
     return place_processes(processes, device or "cuda")
 
 
-def run_demo(out: Path, placement: Placement, steps: int) -> dict:
+def run_demo(out: Path, placement: Placement, steps: int, task: str = "shapes") -> dict:
     """Run the demo, and return the figures that it also writes to ``out/metrics.json``.
 
     Args:
         out: Folder of all outputs; files of an earlier demo are overwritten.
         placement: Processes and device.
         steps: Training steps.
+        task: What the model learns, a key of :data:`TASKS`.
 
     Raises:
         ValueError: The demo would overwrite a file in ``out`` that no demo has written.
@@ -79,7 +80,7 @@ def run_demo(out: Path, placement: Placement, steps: int) -> dict:
         out = out.resolve()
         _require_replaceable(out)
         (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
-        return _train_and_evaluate(out, placement, steps)
+        return _train_and_evaluate(out, placement, steps, task)
 
 
 def _require_replaceable(out: Path) -> None:
@@ -98,18 +99,23 @@ def _require_replaceable(out: Path) -> None:
             )
 
 
-def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
+def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
     started = time.time()
     disable_progress_bar()  # loading a tiny model needs none
-    train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED)
-    held_out = read_conversations(_write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
-    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
+    train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED, task)
+    held_out_file = _write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1, task)
+    boxes = "pixels_xyxy" if task == "boxes" else None
+    train, held_out = (
+        read_conversations(DataSource(str(path), boxes=boxes))
+        for path in (train_file, held_out_file)
+    )
+    build_from_scratch(out / "initial", train, SEED)
     print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
 
     recipe = Recipe(
         model=str(out / "initial"),
         out=str(out / "trained"),
-        data=Data(train=str(train_file)),
+        data=Data(train=str(train_file), boxes=boxes),
         # Full checkpointing is set, because "auto" would choose none for such a small model.
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
@@ -140,10 +146,11 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     )
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
+    score = TASKS[task][1]
     metrics = {
-        "accuracy_before": _accuracy(before, questions),
-        "accuracy_after": _accuracy(after, questions),
-        "accuracy_swapped": _accuracy(after_swapped, swapped),
+        f"{score}_before": _mean_score(task, before, questions),
+        f"{score}_after": _mean_score(task, after, questions),
+        f"{score}_swapped": _mean_score(task, after_swapped, swapped),
         "seconds": round(time.time() - started, 1),
         "world_size": report["world_size"],
         "zero_stage": ZERO_STAGE,
@@ -156,9 +163,9 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     return metrics
 
 
-def _write_data_set(folder: Path, name: str, number: int, seed: int) -> Path:
+def _write_data_set(folder: Path, name: str, number: int, seed: int, task: str) -> Path:
     """Write ``number`` conversations and their images, and return the file of conversations."""
-    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
+    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE, task)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 
@@ -183,6 +190,6 @@ def _answer_in_fresh_process(
     return json.loads(reply_file.read_text())
 
 
-def _accuracy(answers: list[str], questions: list[Question]) -> float:
-    is_right = [exact_match(a, q.reference or "") for a, q in zip(answers, questions, strict=True)]
-    return round(sum(is_right) / len(is_right), 4)
+def _mean_score(task: str, answers: list[str], questions: list[Question]) -> float | None:
+    pairs = zip(answers, (question.reference or "" for question in questions), strict=True)
+    return mean_score(*TASKS[task][1:], pairs)

@@ -133,6 +133,7 @@ def _add_fields(parser: argparse.ArgumentParser):
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
     add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
+    add("--boxes", metavar="FORMAT", help="of boxes in rows, as pixels_xyxy (docs/grounding.md)")
     return add
 
 
@@ -168,6 +169,7 @@ def _source(options: argparse.Namespace, path: str):
     """Return the rows that ``path`` and the options of :func:`_add_fields` describe."""
     import yaml
 
+    from ..data.boxes import BOX_FORMATS
     from ..data.columns import find_columns_problem
     from ..data.formats import ROW_FORMATS
     from ..data.rows import DataSource
@@ -185,7 +187,9 @@ def _source(options: argparse.Namespace, path: str):
             raise ValueError(f"--columns {options.columns}: not valid YAML: {error}") from None
         if problem := find_columns_problem(columns):
             raise ValueError(f"--columns {problem}")
-    names = ("format", "split", "image_folder", "allow_urls")
+    if options.boxes not in (None, *BOX_FORMATS):
+        raise ValueError(f"--boxes {options.boxes}: expected one of {', '.join(BOX_FORMATS)}")
+    names = ("format", "split", "image_folder", "allow_urls", "boxes")
     values = {name: getattr(options, name) for name in names}
     return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
 
