@@ -89,7 +89,7 @@ def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
 def test_a_number_has_its_noun_in_singular_or_plural():
     numbers = [pluralize(number, "row") for number in (0, 1, 2, 1000)]
     assert numbers == ["0 rows", "1 row", "2 rows", "1,000 rows"]
-    assert pluralize(2, "process", "processes") == "2 processes"
+    assert pluralize(2, "process") == "2 processes"
 
 
 def test_nothing_that_is_printed_moves_a_terminal():
