@@ -13,11 +13,11 @@ import glm4v_patched
 from glm4v_patched import terminal_text
 from glm4v_patched.terminal_text import (
     format_bytes,
+    no_progress,
     own_command,
     pip_install,
     pluralize,
     printable,
-    no_progress,
     show_progress,
 )
 from tests.helpers.processes import in_plain_shell
