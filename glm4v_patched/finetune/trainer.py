@@ -227,8 +227,11 @@ class RecipeTrainer(Trainer):
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        options = {"enabled": self.is_world_process_zero(), "total": len(weights), "unit": "batch"}
-        with in_eval_mode(self.model_wrapped), show_progress("evaluating", **options) as progress:
+        is_first, total = self.is_world_process_zero(), len(weights)
+        with (
+            in_eval_mode(self.model_wrapped),
+            show_progress("evaluating", is_first, total, "batch") as progress,
+        ):
             for batch, weight in zip(loader, weights, strict=True):
                 tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
                 totals += weight * torch.stack(

@@ -55,8 +55,8 @@ def train(plan: Plan) -> None:
         SystemExit: The GPU of this process cannot be used (:func:`assembly.init_training`).
     """
     is_printed = os.environ.get("RANK", "0") == "0" and not plan.arguments.get("disable_tqdm")
-    counts = {"total": plan.steps, "unit": "step", "done": plan.steps_done}
-    with show_progress("training", enabled=is_printed, **counts) as activity:
+    done = plan.steps_done
+    with show_progress("training", is_printed, plan.steps, "step", done) as activity:
         _train(plan, activity)
 
 
