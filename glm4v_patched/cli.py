@@ -30,8 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
     options.rest = rest
+    # Each phase has a line of its own; this one is for what is between them.
+    has_end = options.command not in ("chat", "serve")
     try:
-        return options.run(options) or 0
+        with show_progress(f"glm4v-patched {options.command}", enabled=has_end):
+            return options.run(options) or 0
     except ModuleNotFoundError as error:
         if error.name not in ("yaml", "pydantic"):
             raise
@@ -60,7 +63,7 @@ def _build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     task_help = "shapes: name what is drawn; boxes: point to it (default: shapes)"
     demo.add_argument("--task", choices=("shapes", "boxes"), default="shapes", help=task_help)
-    demo.add_argument("--steps", type=_positive_count, default=300, help="training steps")
+    demo.add_argument("--steps", type=_positive_count, default=120, help="training steps")
 
     train = commands.add_parser(
         "train",

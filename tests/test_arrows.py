@@ -13,7 +13,7 @@ ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
 ALONE = {"remote": {"remote"}, "patch": {"remote"}, "integrations": {"remote", "patch"}}
 # Modules that are imported late, because they need a package or much time, not to break a cycle.
-ROOT = {"atomic", "option_fields", "paths", "terminal_text", "installed_versions"}
+ROOT = {"atomic", "cpu", "option_fields", "paths", "terminal_text", "installed_versions"}
 ROOT |= {"__main__", "__init__"}
 
 

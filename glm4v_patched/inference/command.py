@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..option_fields import add_options, from_namespace
 from ..paths import expand_path, to_path
-from ..terminal_text import show_progress
 from .questions import AnswerOptions, Generation, ModelOptions
 from .serving.limits import ServerLimits
 
@@ -214,8 +213,7 @@ def _run_evaluate(options: argparse.Namespace) -> None:
 def _run_merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
-    with show_progress("merging the adapters into their model"):
-        merge(options.adapters, options.out, options.revision)
+    merge(options.adapters, options.out, options.revision)
     print(f"model {options.out}")
 
 

@@ -196,8 +196,8 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     layers = adapted_layers(base, model)
     missing = {*layers}
     shards = shards_of(folder)
-    for number, name in enumerate(shards, start=1):
-        with show_progress(f"merging file {number} of {len(shards)}"):
+    with show_progress("merging", total=len(shards), unit="file") as progress:
+        for name in shards:
             with safe_open(folder / name, framework="pt") as file:
                 keys = file.keys()
                 tensors = {key: file.get_tensor(key) for key in keys}
@@ -205,6 +205,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
                 tensors[key] = merged_weight(layers[key], tensors[key], key)
                 missing.discard(key)
             save_file(tensors, out / name, metadata={"format": "pt"})
+            progress.update()
     if missing:
         raise ValueError(
             f"{base.model} is missing {len(missing)} of the {len(layers)} weights that the "

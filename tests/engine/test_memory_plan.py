@@ -56,7 +56,9 @@ ONE_SEQUENCE = replace(TWO_SEQUENCES, num_sequences=1)
 
 def make_options(trained="full", **options) -> EngineOptions:
     """Options with compiled layers and without offloading by default."""
-    return EngineOptions(trained=trained, **{"compile": True, "offload": False} | options)
+    return EngineOptions(
+        trained=trained, **{"compile": True, "offload": False, "precision": "bf16"} | options
+    )
 
 
 def make_decided(

@@ -20,7 +20,12 @@ from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
 
 PLAIN = EngineOptions(
-    tower="full", language="full", offload=False, compile=False, stage3_max_live_parameters=1e9
+    tower="full",
+    language="full",
+    offload=False,
+    compile=False,
+    precision="bf16",
+    stage3_max_live_parameters=1e9,
 )
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
