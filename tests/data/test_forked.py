@@ -87,9 +87,15 @@ def test_a_process_that_is_killed_is_an_error():
         run_forked(lambda number, report: os.kill(os.getpid(), signal.SIGKILL), 1, lambda n: None)
 
 
-def test_an_error_that_cannot_be_pickled_arrives_with_its_words():
+def test_an_error_whose_pickle_does_not_load_arrives_with_its_words():
     def fail(number, report):
         raise TwoArguments("field", "as told")
 
-    with pytest.raises(RuntimeError, match="TwoArguments: as told"):
+    with pytest.raises(ValueError, match="^as told$"):
         run_forked(fail, 1, lambda n: None)
+
+
+def test_a_mistake_of_ours_is_printed_and_is_an_error(capfd):
+    with pytest.raises(RuntimeError, match="exit code 1 "):
+        run_forked(lambda number, report: report(None), 1, lambda n: None)
+    assert "TypeError: " in capfd.readouterr().err
