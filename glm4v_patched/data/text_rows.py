@@ -97,7 +97,7 @@ def read_text(
         ValueError: The file cannot be read.
     """
     path = Path(source.path)
-    readers = {
+    readers: dict[str, Callable[[Path], NumberedRows]] = {
         "CSV": _read_csv,
         "JSON lines": partial(_read_json_lines, is_needed=is_needed),
         "JSON array": _read_json_array,

@@ -20,6 +20,7 @@ TAUGHT = [
     "What is it?  It's 2025\n\n a <|user|> here. I'LL\tsee",
     "你好，世界！ 这是 一张图片。",
     "  a\n b",
+    *["a    b     c", "a  \n \n   b \n c"] * 9,
 ]
 PARTS = [
     *(
