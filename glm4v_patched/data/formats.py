@@ -142,14 +142,8 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         ValueError: The row has a key that the format does not have, or a required key is missing.
     """
     row_format = ROW_FORMATS[name]
-    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
-    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
-    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
-    if all(row.get(key) is None for key in ROW_IMAGES):
-        cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
-    refuse_keys(
-        (k for k in row if k not in TOOL_COLUMNS), row_format.keys, "a row", cures, IGNORE_CURE
-    )
+    if not row.keys() <= {*row_format.keys}:
+        _refuse_other_keys(row, row_format)
     if row_format.needs[0] not in row:
         raise ValueError(f'the key "{row_format.needs[0]}" is missing')
     image_keys = [key for key in ROW_IMAGES if row.get(key) is not None]
@@ -175,6 +169,16 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
     if row.get("system") is None:
         present.pop("system", None)
     return read_columns(row, present | {"image": image_keys}, IGNORED_TURN_KEYS)
+
+
+def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
+    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
+    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
+    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
+    if all(row.get(key) is None for key in ROW_IMAGES):
+        cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
+    keys = (key for key in row if key not in TOOL_COLUMNS)
+    refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
 
 
 def _prompt_and_completion(row: dict) -> list:

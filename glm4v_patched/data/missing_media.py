@@ -132,7 +132,7 @@ def _find_placeholder_problem(text: str, row: dict) -> str | None:
     """Return which word of a text stands for content that the sample lacks, or None."""
     if "&lt;" in text:
         text = text.replace("&lt;", "<").replace("&gt;", ">")
-    if not re.search(_WORDS_RE, text, re.IGNORECASE):
+    if "<" not in text or not re.search(_WORDS_RE, text, re.IGNORECASE):
         return None
     without_code = CODE_RE.sub("`", text)
     for kind, certain in _CERTAIN_PATTERNS.items():

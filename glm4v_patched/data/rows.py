@@ -7,7 +7,7 @@ folders and data sets of the Hub.
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,11 +154,15 @@ def iter_rows(
     if problem := find_source_problem(source):  # before it is opened: a pipe would block
         raise ValueError(f"{source.path}: {problem}")
     reader, number = _RowReader(source, for_training), -1
-    for number, (line, row) in enumerate(islice(_raw_rows(source), source.max_samples)):
-        is_in_shard = number % shard[1] == shard[0]
-        if is_in_shard or not reader.has_fixed_format:
+
+    def is_needed(number: int) -> bool:
+        return number % shard[1] == shard[0] or not reader.has_fixed_format
+
+    rows = islice(_raw_rows(source, is_needed), source.max_samples)
+    for number, (line, row) in enumerate(rows):
+        if is_needed(number):
             result = reader.read(line, row)
-            if is_in_shard:
+            if number % shard[1] == shard[0]:
                 yield result
     if number < 0:
         raise ValueError(f"{source.path}: it contains 0 rows; expected at least 1")
@@ -243,11 +247,15 @@ class _RowReader:
         return read_row_as(self.format, row)
 
 
-def _raw_rows(source: DataSource) -> NumberedRows:
-    """Yield the line of each row and its value as stored in the file, or its problem."""
+def _raw_rows(source: DataSource, is_needed: Callable[[int], bool]) -> NumberedRows:
+    """Yield the line of each row and its value as stored in the file, or its problem.
+
+    Args:
+        is_needed: As in :func:`read_text`.
+    """
     path = Path(source.path)
     if source.is_local and path.is_file() and (kind := file_kind(path)) != "table":
-        return read_text(source, kind)
+        return read_text(source, kind, is_needed)
     from .tables import read_table  # imports pyarrow
 
     return read_table(source)
