@@ -150,6 +150,24 @@ def test_answers_from_files_are_measured():
         ), (weights, image, speed)
 
 
+def test_both_models_of_the_family_are_measured():
+    """Rows of one kind are glm-4v's and cogagent's, which differ by less than 3 %."""
+    rates: dict[tuple, dict[bool, float]] = {}
+    for row in results("family_h200.json"):
+        in_fp8 = row.get("fp8") or row.get("weights") == "fp8"
+        kind = (row["workload"], row.get("batch"), "fp8" if in_fp8 else "bf16")
+        rate = row.get("samples_per_s_per_gpu") or row["tokens_per_s"]
+        rates.setdefault(kind, {})["cogagent" in row["command"]] = rate
+    lines = table(RESULTS, "| measured | weights |")
+    assert len(lines) == len(rates) == 8
+    for measured, weights, *figures in lines:
+        batch = re.search(r"batch (\d+)", measured)
+        kind = ("generate", int(batch[1]), weights) if batch else ("lora_lm", None, weights)
+        both = [rates[kind][is_cogagent] for is_cogagent in (False, True)]
+        assert [number(cell) for cell in figures] == pytest.approx(both, rel=0.003)
+        assert both[1] == pytest.approx(both[0], rel=0.03)
+
+
 def test_the_recipes_that_ship_are_measured():
     # lora_both_2x80gb is the name that lora_all_2x80gb had when it was measured.
     rows = {

@@ -120,14 +120,14 @@ def test_prompts_end_at_the_assistant_s_turn_and_out_of_memory_ends_the_worker(o
     assert results == {"loss": {"error": "ValueError: no"}}
 
 
-HALVES = {
-    "rotated.unflatten(-1, (pairs, 2)).unbind(-1)": "rotated.unflatten(-1, (2, pairs)).unbind(-2)",
-    "torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(3)": (
-        "torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)"
-    ),
-}
+# Lines of tests/parity/reference.py, with which the original computes here, and other ones.
+FROM_CONFIG = 'rotation = positions, base, config["original_rope"]'
+PAIRS = {FROM_CONFIG: "rotation = positions, base, True"}
+HALVES = {FROM_CONFIG: "rotation = positions, base, False"}
 COUNTED = {
-    "torch.cat((position[: begin + 1], repeated, position[end:]))": "torch.arange(len(rows[-1]))"
+    "positions += [position] * len(new)": (
+        "positions += range(len(positions), len(positions) + len(new))"
+    )
 }
 
 
@@ -135,8 +135,8 @@ COUNTED = {
     ("code", "original_rope", "rotation", "positions"),
     [
         (HALVES, False, "halves, same", "shared, same"),
-        ({}, False, "neighboring pairs, DIFFERENT: true", "shared, same"),
-        (COUNTED, True, "neighboring pairs, same", "counted, DIFFERENT"),
+        (PAIRS, False, "neighboring pairs, DIFFERENT: true", "shared, same"),
+        (PAIRS | COUNTED, True, "neighboring pairs, same", "counted, DIFFERENT"),
         (HALVES | COUNTED, True, "halves, DIFFERENT: false", "counted, DIFFERENT"),
     ],
 )
@@ -144,12 +144,13 @@ def test_a_difference_is_traced_to_rotation_or_image_positions(
     original, tmp_path, code, original_rope, rotation, positions
 ):
     folder = shutil.copytree(original, tmp_path / "original")
-    file = folder / "modeling_chatglm.py"
-    text = (original / file.name).read_text().partition(SPY[:20])[0]
+    model_file, reference = folder / "modeling_chatglm.py", folder / "visual.py"
+    model_file.write_text(model_file.read_text().partition(SPY[:20])[0])
+    text = reference.read_text()
     for old, new in code.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    file.write_text(text)
+    reference.write_text(text)
     config = json.loads((folder / "config.json").read_text()) | {"original_rope": original_rope}
     (folder / "config.json").write_text(json.dumps(config))
     _, supervised = write_cases(tmp_path, folder)
