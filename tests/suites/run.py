@@ -118,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     options, for_pytest = parser.parse_known_args()
+    out = options.out and options.out.resolve()  # the suites run in another folder
     results = Results()
     checkout, of_checkout = None, None
     if options.checkout is not None:
@@ -128,15 +129,16 @@ def main() -> None:
         sys.path[:0] = [str(HERE.parents[1]), str(folder), str(folder / "utils")]
         os.chdir(folder)
         files = [str(HERE / f"suite_{name}.py") for name in options.suite]
-        quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", HERE]
+        quiet = ["-q", "--tb=short", "-p", "no:cacheprovider", "-c", os.devnull]
+        quiet += ["--rootdir", HERE, "--confcutdir", HERE]
         code = pytest.main([*map(str, quiet), "-W", "ignore", *files, *for_pytest], [results])
         os.chdir(HERE)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"pytest ended with {code!r}")
-    if options.out is not None:
+    if out is not None:
         document = {"transformers": transformers.__version__, "generation": of_checkout}
         document["results"] = results.of_test
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        out.write_text(json.dumps(document, indent=1) + "\n")
     print(Counter(result["outcome"] for result in results.of_test.values()))
 
 
