@@ -16,6 +16,11 @@ from glm4v_patched.remote.modeling_chatglm import (
 )
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, random_pixels, tiny_config
 
+try:
+    from transformers_tests.test_training_mixin import TrainingTesterMixin
+except ModuleNotFoundError:  # transformers 4.57
+    TrainingTesterMixin = type("Nothing", (), {})
+
 # By these lists the suites decide what inputs a class takes and whether it has a loss. Those with a
 # loss are there already, as they are for users. The suites alone get one more: a Trainer reads it.
 test_modeling_common.MODEL_MAPPING_NAMES = dict(
@@ -39,6 +44,7 @@ class Tester:
     batch_size = 7  # as many as the suite wants: it fills up with rows of its own
     num_hidden_layers = 2
     is_training = True
+    causal_lm_class = GLM4VForCausalLM
 
     def __init__(self, parent, image: list[int], images_per_row: int):
         self.parent = parent
@@ -105,7 +111,8 @@ class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
         return self.model_tester.get_config(), {"pixel_values": random_pixels(Tester.batch_size)}
 
 
-class Text(Suite, unittest.TestCase):
+class Text(Suite, TrainingTesterMixin, unittest.TestCase):
+    model_tester = None  # TrainingTesterMixin has an abstract property of this name
     images_per_row = 0
     test_all_params_have_gradient = False  # the tower's do not
 
