@@ -50,13 +50,10 @@ def main() -> None:
     parser.add_argument("--with-change", action="store_true", help="apply the text's diff to a copy")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if options.with_change:
-            copy_with_change((HERE / f"{options.name}.md").read_text(), Path(folder).resolve())
-            sys.path.insert(0, folder)
-            os.environ["PYTHONPATH"] = os.pathsep.join(  # of processes that the script starts
-                [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-            )
         try:
+            if options.with_change:
+                copy_with_change((HERE / f"{options.name}.md").read_text(), Path(folder).resolve())
+                sys.path.insert(0, folder)
             runpy.run_path(str(HERE / f"{options.name}.py"), run_name="__main__")
         except Exception:
             traceback.print_exc()
