@@ -47,7 +47,9 @@ def copy_with_change(text: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=SCRIPTS)
-    parser.add_argument("--with-change", action="store_true", help="apply the text's diff to a copy")
+    parser.add_argument(
+        "--with-change", action="store_true", help="apply the text's diff to a copy"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:

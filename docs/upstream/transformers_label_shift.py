@@ -44,7 +44,11 @@ wrong = 0
 for title, model, options in (
     ("LlamaForCausalLM", LlamaForCausalLM(text), {}),
     ("LlamaForCausalLM, torch_compile", LlamaForCausalLM(text), compiled),
-    ("LlavaForConditionalGeneration", LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)), {}),
+    (
+        "LlavaForConditionalGeneration",
+        LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)),
+        {},
+    ),
     ("MyModel(LlamaForCausalLM)", MyModel(text), {}),
 ):
     with torch.no_grad():
