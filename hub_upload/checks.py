@@ -115,7 +115,7 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
     if path := target.files[name].path:
         return read_header(path)
     metadata = HfApi().parse_safetensors_file_metadata(target.name, name, revision=target.revision)
-    return tensors_of_hub_file(metadata, f"{target.name}: {name}")
+    return tensors_of_hub_file(metadata)
 
 
 def check_adapter_settings(target: BuiltFiles) -> str:

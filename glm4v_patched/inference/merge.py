@@ -18,7 +18,7 @@ from ..atomic import (
     require_new_folder,
     write_atomically,
 )
-from ..models.base import ADAPTER_CONFIG, ModelSource, folders_of
+from ..models.base import ADAPTER_CONFIG, PEFT_SETTING_TYPES, ModelSource, folders_of
 from ..models.find import find_source
 from ..models.weight_files import WEIGHTS_INDEX, shards_of, standard_index
 from ..patch.config_json import read_json_object
@@ -32,24 +32,11 @@ GENERATION_CONFIG = "generation_config.json"
 # Copied from the base model; save_pretrained of our classes writes the others.
 COPIED_FILES = [GENERATION_CONFIG, "LICENSE*", "MODEL_LICENSE*"]
 PEFT_PREFIX = "base_model.model."  # begins the names of a peft model's modules
-# Fields of peft's LoraConfig that the merge handles, or that do not affect the weights.
-MERGEABLE_FIELDS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
-MERGEABLE_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-MERGEABLE_FIELDS |= {
-    "peft_type",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "auto_mapping",
-}
-MERGEABLE_FIELDS |= {
-    "task_type",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "runtime_config",
-}
-MERGEABLE_FIELDS |= {"qalora_group_size"}  # peft reads it only with use_qalora
+# Settings of adapters that a merge handles, or that do not affect the weights.
+MERGEABLE_FIELDS = PEFT_SETTING_TYPES.keys() - str.split(
+    "bias corda_config ensure_weight_tying eva_config fan_in_fan_out init_lora_weights lora_bias "
+    "modules_to_save use_qalora"
+) | {"peft_type", "peft_version", "base_model_name_or_path", "megatron_core"}
 # Values of other fields that change no weight; null, false and empty values never do.
 NEUTRAL_FIELD_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
 # Largest RMS error of a merged layer's output relative to the output's RMS, by the dtype that the
@@ -115,7 +102,7 @@ def require_mergeable(base: ModelSource, out: Path) -> None:
 def fetch_weights(base: ModelSource) -> Path:
     """Return the folder of the base model's weights, downloaded if the model is on the Hub.
 
-    Raises ``ValueError`` if the folder has no safetensors, or a link leads out of it.
+    Raises ``ValueError`` if a link leads out of the folder.
     """
     folder = Path(base.model)
     if not folder.is_dir():
@@ -125,14 +112,8 @@ def fetch_weights(base: ModelSource) -> Path:
         folder = Path(
             snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
         )
-    shards = shards_of(folder)
     for path in [*files_to_copy(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
         require_inside(path, folder)
-    if not shards:
-        raise ValueError(
-            f"{base.model} has no safetensors; load it, save it with save_pretrained, and merge "
-            "into the saved model"
-        )
     return folder
 
 

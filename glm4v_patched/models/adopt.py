@@ -56,12 +56,11 @@ from ..terminal_text import (
 )
 from .base import ADAPTER_CONFIG, ModelSource
 from .check_weights import (
-    FLOAT_DTYPES,
     NO_WEIGHTS_PROBLEM,
     require_complete_weights,
     require_readable,
 )
-from .find import require_known_quantizer
+from .find import note_assumptions, require_known_quantizer
 from .limits import RANKS_FILE, SETTINGS_FILES
 from .loading import load_processor
 from .weight_files import (
@@ -110,7 +109,6 @@ TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DISK_CURE = ", or give a folder elsewhere as --out"
 IMAGE_MARK = "<|begin_of_image|>"
 PROCESSOR_CURE = (
@@ -405,6 +403,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
+        note_assumptions(ModelSource(str(folder)))
     if is_default and all(
         (folder / name).is_file() and (folder / name).read_bytes() == content
         for name, content in model.contents.items()
@@ -476,34 +475,18 @@ def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -
     config, weights = model.config, model.weights
     kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"
     size = sum(path.stat().st_size for path in weights.paths.values())
-    number = len(weights.paths)
-    linked = (
-        f"{number - len(copies)} hard links, which take no space" if number > len(copies) else ""
-    )
-    copied = f"{len(copies)} copies, because they cannot be linked" if copies else ""
+    number_linked = len(weights.paths) - len(copies)
+    kinds = [f"{number_linked} hard links, which take no space"] * bool(number_linked)
+    kinds += [f"{len(copies)} copies, because they cannot be linked"] * bool(copies)
+    files = pluralize(len(weights.paths), "file")
     lines = [
         f"{out}: a {kind} with the code of version {__version__}",
-        f"{pluralize(number, 'file')} of weights ({format_bytes(size)}): "
-        + ", ".join(filter(None, (linked, copied))),
+        f"{files} of weights ({format_bytes(size)}): {', '.join(kinds)}",
     ]
     if model.left_out:
         lines.append(f"left out of {folder}: {printable(listed(model.left_out, 8))}")
-    dtypes = sorted({info.dtype for info in weights.tensors.values()} & FLOAT_DTYPES)
-    config_dtype = str(config.dtype).removeprefix("torch.")
     if quantization := getattr(config, "quantization_config", None):
         method = quantization["quant_method"]
         packages = pip_install(*QUANTIZER_PACKAGES[method])
         lines.append(f"saved quantized by {method}: loading needs {packages}")
-    elif DTYPES.get(config_dtype, dtypes[0]) not in dtypes:
-        lines.append(
-            f"weights are {', '.join(dtypes)}, and config.json says {config_dtype}: with "
-            'dtype="auto" they are loaded as the latter'
-        )
-    if not config.original_rope:
-        command = own_command("compare", str(out))
-        lines.append(
-            "nobody here has read cogagent-9b's modeling file or has its weights: that image "
-            "tokens share one position, as in glm-4v, is assumed. This runs both codes on yours: "
-            f"{command}"
-        )
     return "\n".join(lines)

@@ -20,7 +20,6 @@ from .weight_files import (
     SINGLE_FILE,
     WEIGHTS_INDEX,
     TensorInfo,
-    check_header,
     check_index,
     require_agreement,
     shards_of,
@@ -278,23 +277,13 @@ def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
             return tensors_of(cached)
     with naming_hub_errors(f"the weights of {model}"):
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
-    files = metadata.files_metadata.items()
-    headers = {shard: tensors_of_hub_file(file, f"{model}: {shard}") for shard, file in files}
+    headers = {n: tensors_of_hub_file(file) for n, file in metadata.files_metadata.items()}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
         require_agreement(check_index(index), headers)
     return {name: info for tensors in headers.values() for name, info in tensors.items()}
 
 
-def tensors_of_hub_file(file: Any, location: str) -> dict[str, TensorInfo]:
-    """Return the tensors of a file on the Hub.
-
-    Args:
-        file: The file's ``SafetensorsFileMetadata``.
-        location: The file, for messages.
-    """
-    header = {
-        name: {"dtype": info.dtype, "shape": info.shape, "data_offsets": [*info.data_offsets]}
-        for name, info in file.tensors.items()
-    }
-    return check_header(header, location)
+def tensors_of_hub_file(file: Any) -> dict[str, TensorInfo]:
+    """Return the tensors of a ``SafetensorsFileMetadata`` of the Hub's client."""
+    return {n: TensorInfo(tuple(info.shape), info.dtype) for n, info in file.tensors.items()}

@@ -80,7 +80,7 @@ FAULT_KINDS: dict[str, dict] = {
     "silence": {"call": stay_silent},
 }
 # Requests of a run without faults.
-NUM_REQUESTS = {"build": 23, "verify": 5 + 2 * (len(read_our_code()) + 13), "publish": 13}
+NUM_REQUESTS = {"build": 23, "verify": 5 + 2 * (len(read_our_code()) + 13), "publish": 10}
 
 
 def faults() -> list:

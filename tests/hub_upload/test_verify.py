@@ -240,7 +240,7 @@ PAYLOADS = [
     ),
     ("rebuilt", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
     ("rebuilt", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
-    ("weights", f"{SHARD} begins with", listed(SHARD, pickle.dumps(Payload()))),
+    ("weights", f"{SHARD} cannot be read", listed(SHARD, pickle.dumps(Payload()))),
 ]
 
 
