@@ -42,7 +42,8 @@ TURN_CURES = {
     "content": MESSAGES_CURE,
     "image": 'write <image> in "value", and the path under the row\'s key "image"',
 }
-PREFERENCE_KEYS = {"chosen", "rejected"}
+PREFERENCE_KEYS = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
+PREFERENCE_KEYS |= {"rejected_images", "preferred_output", "non_preferred_output"}
 PREFERENCES_CURE = "this is preference data, which TRL trains on (docs/frameworks.md)"
 BOXES_CURE = (
     "write boxes as text, such as [[x0, y0, x1, y1]], in place of <bbox> (docs/questions.md, "
@@ -130,6 +131,8 @@ def describe_unknown_format(row: dict, keys: Iterable[str]) -> str:
     names = [key for key in keys if key not in TOOL_COLUMNS]
     if PREFERENCE_KEYS & {*names}:
         cure = PREFERENCES_CURE
+    elif {"question_id", "image_id"} <= {*names}:
+        cure = "join questions and answers first, as docs/data.md shows for VQA"
     else:
         cure = (
             "set data.columns to say which are question, answer and image, and list the others in "
@@ -148,6 +151,8 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
     other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
     cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
     cures = ROW_CURES | dict.fromkeys(other_needs, cure)
+    if isinstance(row.get("label"), bool):  # KTO's
+        cures["label"] = PREFERENCES_CURE
     if all(row.get(key) is None for key in ROW_IMAGES):
         cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
     refuse_keys(

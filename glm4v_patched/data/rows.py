@@ -182,7 +182,7 @@ class _RowReader:
         folder = image_folder_of(source)
         # Rows from the Hub must not name files of this machine.
         within = None if source.is_local else folder
-        self.files = ImageFiles(folder, source.allow_urls, within=within)
+        self.files = ImageFiles(folder, source.allow_urls, None, within, source.image_root)
         columns = source.columns or {}
         turn_keys = ("question", "answer") if "turns" in columns else ()  # not columns of the row
         named = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
@@ -215,18 +215,16 @@ class _RowReader:
         return checked
 
     def _messages_and_images(self, raw: dict) -> MessagesAndImages:
-        row = {
-            key: value
-            for key, value in raw.items()
-            if key not in self.source.ignore and value is not EMPTY_CELL
-        }
+        row = {key: value for key, value in raw.items() if key not in self.source.ignore}
         if columns := self.source.columns:
+            row = {key: None if value is EMPTY_CELL else value for key, value in row.items()}
             result = read_columns(row, columns, self.source.ignore)
             if unnamed := tuple(find_unnamed_columns(row, self.named)):
                 raise ValueError(
                     self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
                 )
             return result
+        row = {key: value for key, value in row.items() if value is not EMPTY_CELL}
         self.format = self.format or find_format(row)
         if self.format is None:
             keys = tuple(raw)

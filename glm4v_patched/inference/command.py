@@ -127,6 +127,7 @@ def _add_fields(parser: argparse.ArgumentParser):
         metavar="FOLDER",
         help="folder that image paths are relative to",
     )
+    add("--image-root", metavar="PATH", help="beginning of image paths that it replaces")
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
     add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
@@ -182,7 +183,7 @@ def _source(options: argparse.Namespace, path: str):
             raise ValueError(f"--columns {options.columns}: not valid YAML: {error}") from None
         if problem := find_columns_problem(columns):
             raise ValueError(f"--columns {problem}")
-    names = ("format", "split", "image_folder", "allow_urls")
+    names = ("format", "split", "image_folder", "image_root", "allow_urls")
     values = {name: getattr(options, name) for name in names}
     return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
 
