@@ -5,14 +5,18 @@ checks refuse links, pipes and folders where a regular file is expected.
 """
 
 import fcntl
+import glob
 import os
 import re
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from .terminal_text import format_bytes
 
 
 @contextmanager
@@ -143,14 +147,15 @@ def require_inside(path: Path, folder: Path) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the weights in a folder the usual mode of new files (0666 without the umask).
+    """Give new weights in a folder the usual mode of new files (0666 without the umask).
 
     safetensors writes files that only their owner can read.
     """
     mask = os.umask(0o077)
     os.umask(mask)
     for path in folder.glob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
+        if path.stat().st_nlink == 1:  # the mode of a hard link is that of the original, too
+            path.chmod(0o666 & ~mask)
 
 
 def remove_partial(folder: Path, names: list[str]) -> None:
@@ -162,3 +167,66 @@ def remove_partial(folder: Path, names: list[str]) -> None:
         match = re.fullmatch(r"(.+)\.[0-9a-f]{32}\.partial", path.name)
         if match and match[1] in names:
             path.unlink(missing_ok=True)
+
+
+def require_new_folder(out: Path) -> None:
+    """Raise ``ValueError`` unless ``out`` is missing or an empty folder."""
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and would not be replaced; give a new folder")
+
+
+def require_free_disk(needed: float, out: Path) -> None:
+    """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed:
+        raise ValueError(
+            f"--out {out}: its disk has {format_bytes(free_bytes)} free, and the model needs "
+            f"{format_bytes(needed)}; give a folder on a larger disk"
+        )
+
+
+@contextmanager
+def create_folder_atomically(out: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error.
+
+    What killed processes have left of earlier calls is removed.
+
+    Args:
+        replace: Whether an existing ``out`` with files is replaced.
+    """
+    name = f".{out.name}.{uuid.uuid4().hex}"
+    new, partial, old = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial", "old"))
+    new.mkdir(parents=True)
+    lock = os.open(new, os.O_RDONLY)
+    try:
+        with suppress(ValueError):  # without locks, what is left of killed processes stays
+            take_lock(lock, new)
+            _remove_leftovers(out)
+        new.rename(partial)
+        yield partial
+        apply_umask(partial)
+        if replace and out.exists():
+            out.rename(old)
+        try:
+            partial.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+    finally:
+        os.close(lock)
+        for path in (new, partial, old):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Remove temporary folders of ``out`` that no process has locked."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 32}.partial"):
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                take_lock(lock, path)
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)

@@ -30,8 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
     options.rest = rest
+    # Each phase has a line of its own; this one is for what is between them.
+    has_end = options.command not in ("chat", "serve")
     try:
-        return options.run(options) or 0
+        with show_progress(f"glm4v-patched {options.command}", enabled=has_end):
+            return options.run(options) or 0
     except ModuleNotFoundError as error:
         if error.name not in ("yaml", "pydantic"):
             raise
@@ -58,7 +61,9 @@ def _build_parser() -> argparse.ArgumentParser:
     processes_help = "training processes; default: two, or one where there is only one GPU"
     demo.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
-    demo.add_argument("--steps", type=_positive_count, default=300, help="training steps")
+    task_help = "shapes: name what is drawn; boxes: point to it (default: shapes)"
+    demo.add_argument("--task", choices=("shapes", "boxes"), default="shapes", help=task_help)
+    demo.add_argument("--steps", type=_positive_count, default=120, help="training steps")
 
     train = commands.add_parser(
         "train",
@@ -84,6 +89,12 @@ def _build_parser() -> argparse.ArgumentParser:
     recipe.add_argument("name", nargs="?", metavar="NAME", help="without it, all are listed")
 
     add_inference_commands(commands)
+
+    adopt = commands.add_parser("adopt", help="write this package's code beside existing weights")
+    adopt.set_defaults(run=_run_adopt)
+    adopt.add_argument("folder", type=to_path, metavar="FOLDER", help="a glm-4v or cogagent-9b")
+    out_help = "new folder; default: FOLDER-adopted, beside it. FOLDER itself is never changed"
+    adopt.add_argument("--out", type=to_path, metavar="OUT", help=out_help)
 
     bench = commands.add_parser("bench", help="measure training on this machine")
     bench.set_defaults(run=_run_bench)
@@ -134,13 +145,14 @@ def _run_demo(options: argparse.Namespace) -> None:
     from .demo.command import place_demo, run_demo
 
     placement = place_demo(options.processes, options.device)
-    metrics = run_demo(options.out, placement, options.steps)
+    metrics = run_demo(options.out, placement, options.steps, options.task)
+    score, name = ("iou", "mean IoU") if "iou_after" in metrics else ("accuracy", "exact match")
     print(
         f"""
-exact match on images it has not seen, answered by a fresh process without this package:
-  before training       {metrics["accuracy_before"]:.3f}
-  after training        {metrics["accuracy_after"]:.3f}
-  with images swapped   {metrics["accuracy_swapped"]:.3f}
+{name} on images it has not seen, answered by a fresh process without this package:
+  before training       {metrics[f"{score}_before"]:.3f}
+  after training        {metrics[f"{score}_after"]:.3f}
+  with images swapped   {metrics[f"{score}_swapped"]:.3f}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}
@@ -184,6 +196,13 @@ def _run_recipe(options: argparse.Namespace) -> None:
     from .finetune.recipe.shipped import describe_shipped, shipped_text
 
     print(describe_shipped() if options.name is None else shipped_text(options.name))
+
+
+def _run_adopt(options: argparse.Namespace) -> None:
+    with show_progress("importing torch and transformers"):
+        from .models.adopt import adopt
+
+    print(adopt(options.folder, options.out))
 
 
 def _run_bench(options: argparse.Namespace) -> None:

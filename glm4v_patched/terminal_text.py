@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 # Seconds until the first line of show_progress, and between later lines.
-FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 0.5, 5
+FIRST_LINE_SECONDS, NEXT_LINE_SECONDS, POLL_SECONDS = 0.5, 4.5, 0.1
+ERASE_LINE = "\r\x1b[2K"
 
 
 def own_command(*arguments: str) -> str:
@@ -34,7 +36,8 @@ def format_bytes(number: float) -> str:
 
 def pluralize(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun: "1 process", "1,000 samples"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,} {noun if number == 1 else plural or noun + ending}"
 
 
 def listed(names: Sequence[object], limit: int = 3, separator: str = ", ") -> str:
@@ -69,11 +72,53 @@ def error_text(error: Exception) -> str:
     return printable(str(error), allow="\n\t")
 
 
-_active: list[threading.Event] = []  # of running show_progress blocks, the innermost last
+class Activity:
+    """An activity, and how much of it is done; :func:`show_progress` prints it as a line."""
+
+    def __init__(self, activity: str, total: int | None, unit: str, done: int):
+        self.activity, self.total, self.unit, self.done = activity, total, unit, done
+        self.start, self.ended = time.perf_counter(), threading.Event()
+        self._first: tuple[float, int] | None = None  # when something was done, and how much
+
+    def update(self, number: int = 1) -> None:
+        """Count what has been done since the last call."""
+        self.done += number
+        self._first = self._first or (time.perf_counter(), self.done)
+
+    def __str__(self) -> str:
+        now = time.perf_counter()
+        if self.total is None:
+            return f"{self.activity}: {now - self.start:.0f} s"
+        text = f"{self.activity}: {self.done:,} of {pluralize(self.total, self.unit)}"
+        # What comes before the first unit, such as loading a model, would falsify the estimate.
+        if self._first is not None and self.done > self._first[1]:
+            seconds = (now - self._first[0]) / (self.done - self._first[1])
+            text += f", {timedelta(seconds=round(seconds * (self.total - self.done)))} left"
+        return text
+
+    def run(self) -> None:
+        """Print the line from time to time, until the activity has ended."""
+        global _last_printed
+        line, seconds = f"{self.activity} ...", FIRST_LINE_SECONDS
+        while not self.ended.wait(seconds):
+            is_due = line or time.perf_counter() - _last_printed >= NEXT_LINE_SECONDS
+            if _active[-1:] == [self] and is_due:
+                is_terminal = sys.stderr.isatty()
+                # In a terminal, the next line overwrites this one.
+                text = f"{ERASE_LINE}{line or self}\r" if is_terminal else f"{line or self}\n"
+                print(text, end="", file=sys.stderr, flush=True)
+                line, _last_printed = "", time.perf_counter()
+            seconds = max(_last_printed + NEXT_LINE_SECONDS - time.perf_counter(), POLL_SECONDS)
+
+
+_active: list[Activity | None] = []  # of running blocks, the innermost last; None prints nothing
+_last_printed = 0.0  # time.perf_counter() of the last line
 
 
 @contextmanager
-def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
+def show_progress(
+    activity: str, enabled: bool = True, total: int | None = None, unit: str = "row", done: int = 0
+) -> Iterator[Activity]:
     """Print the activity to standard error if the block takes long, and then every few seconds.
 
     Of nested calls, only the innermost prints.
@@ -81,26 +126,41 @@ def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
     Args:
         activity: What the block does, such as "loading the model".
         enabled: If False, nothing is printed.
+        total: How much there is to do, in units; the block calls :meth:`Activity.update`. None if
+            it is not known: seconds are printed instead.
+        done: Units that are done already.
     """
-    ended = threading.Event()
-
-    def report() -> None:
-        start = time.monotonic()
-        line, seconds = f"{activity} ...", FIRST_LINE_SECONDS
-        while not ended.wait(seconds):
-            if _active[-1:] == [ended]:
-                print(line, file=sys.stderr, flush=True)
-            line, seconds = f"{activity}: {time.monotonic() - start:.0f} s", NEXT_LINE_SECONDS
-
+    progress = Activity(activity, total, unit, done)
     if enabled:
-        _active.append(ended)
-        threading.Thread(target=report, daemon=True).start()
+        _active.append(progress)
+        threading.Thread(target=progress.run, daemon=True).start()
+    try:
+        yield progress
+    finally:
+        progress.ended.set()
+        if enabled:
+            _active.remove(progress)
+            if sys.stderr.isatty():
+                print(ERASE_LINE, end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def no_progress() -> Iterator[None]:
+    """Print no progress during the block: other processes print theirs."""
+    _active.append(None)
     try:
         yield
     finally:
-        ended.set()
-        if enabled:
-            _active.remove(ended)
+        _active.remove(None)
+
+
+def write_line(text: str) -> None:
+    """Print a line to standard output; the next progress line is due some seconds later."""
+    global _last_printed
+    if _active and sys.stderr.isatty():
+        print(ERASE_LINE, end="", file=sys.stderr, flush=True)
+    print(text, flush=True)
+    _last_printed = time.perf_counter()
 
 
 def _program(name: str, module: str) -> list[str]:

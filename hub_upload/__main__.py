@@ -4,8 +4,7 @@ import argparse
 import sys
 
 from glm4v_patched.paths import expand_path, to_path
-
-DEFAULT_NAME = "org/glm-4v-9b-trainable"
+from glm4v_patched.terminal_text import printable, show_progress
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -27,7 +26,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = build.add_argument
     add("--out", required=True, type=to_path, metavar="DIR", help="folder to write")
-    add("--name", default=DEFAULT_NAME, help=f"id for the model card (default {DEFAULT_NAME})")
+    names = "org/glm-4v-9b-trainable or org/cogagent-9b-trainable"
+    add("--name", help=f"id for the model card (default {names})")
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")
@@ -90,16 +90,19 @@ def _run_command(options: argparse.Namespace) -> int:
         report = verify(options.target, options.revision, options.weights, options.python)
         print(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
-    from . import adapter, build
+    location = options.weights or options.adapter
+    print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
+    with show_progress("importing torch and transformers"):
+        from . import adapter, build
 
     training = options.fine_tune_of, options.trained
     if options.adapter is not None:
-        manifest = adapter.build_adapter_repository(
-            options.adapter, options.out, options.name, *training
-        )
+        name = options.name or "org/glm-4v-9b-adapters"
+        manifest = adapter.build_adapter_repository(options.adapter, options.out, name, *training)
     else:
         source = build.read_source(options.weights, *training)
-        manifest = build.build_model_repository(source, options.out, options.name)
+        name = options.name or f"org/{build.published_model(source).name}-trainable"
+        manifest = build.build_model_repository(source, options.out, name)
     fine_tune, origin = manifest.fine_tune, manifest.weights_from
     summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"
     summary += f", adapters of {fine_tune.base}" if fine_tune and manifest.is_adapter else ""

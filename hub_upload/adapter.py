@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from glm4v_patched.finetune.adapter_card import ADAPTERS_LOCATION, name_base
-from glm4v_patched.models.base import base_of_adapters
+from glm4v_patched.models.adopt import to_json_bytes
+from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of_adapters
 
-from .build import add_manifest, require_replaceable, write_build
+from .build import UPSTREAM, add_manifest, require_replaceable, write_build
 from .files import SourceFiles, read_folder, sha256_of_file
-from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT_PATTERN, ID_PATTERN, UPSTREAM
-from .manifest import FineTune, ListedFile, Manifest, to_json_bytes
+from .manifest import COMMIT_PATTERN, ID_PATTERN, FineTune, ListedFile, Manifest
 
 MODEL_CARD = "README.md"
 PEFT_CARD_MARK = b"More Information Needed"  # in the card that peft writes

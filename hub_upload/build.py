@@ -7,62 +7,72 @@ transformers. So no file names the version of the running transformers.
 import json
 import os
 import re
-import shutil
 import tempfile
 import tomllib
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jinja2
-import torch
 from huggingface_hub import HfApi
 from transformers import GenerationConfig
 
 import glm4v_patched
-from glm4v_patched.models.base import ModelSource
-from glm4v_patched.models.loading import load_processor
-from glm4v_patched.models.weight_files import standard_index
-from glm4v_patched.patch.config_json import why_not_glm4v
-from glm4v_patched.paths import require_apart
-from glm4v_patched.remote import tokenization_chatglm
-from glm4v_patched.remote.configuration_chatglm import (
-    ChatGLMConfig,
-    keep_known_settings,
-    refuse_fetched_code,
-    refuse_nonfinite_generation,
+from glm4v_patched.atomic import create_folder_atomically
+from glm4v_patched.models.adopt import (
+    CONFIG,
+    GENERATION_CONFIG,
+    GENERATION_KEYS,
+    link_or_copy,
+    make_model_files,
+    to_json_bytes,
 )
+from glm4v_patched.paths import require_apart
+from glm4v_patched.remote.configuration_chatglm import refuse_fetched_code
+from glm4v_patched.terminal_text import format_bytes, show_progress
 
-from .checks import check_adapter_settings, check_weight_files, refuse_failed, require_that
+from .checks import check_adapter_settings, check_weight_files, refuse_failed
 from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
-from .layout import (
-    ARCHITECTURE,
-    AUTO_MAPS,
-    COMMIT_PATTERN,
-    CONFIG_KEYS,
-    GENERATION_KEYS,
-    ID_PATTERN,
-    INDEX,
-    MANIFEST,
-    SPECIAL_IDS,
-    TOKENIZER_KEYS,
-    UPSTREAM,
-    VISION_KEYS,
-    read_our_code,
-)
-from .load_check import make_inputs
 from .loading import check_loading
-from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest, to_json_bytes
+from .manifest import (
+    COMMIT_PATTERN,
+    ID_PATTERN,
+    MANIFEST,
+    FineTune,
+    ListedFile,
+    Manifest,
+    WeightsOrigin,
+    parse_manifest,
+)
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
-WEIGHTS_LICENSE, GENERATION_CONFIG = "MODEL_LICENSE", "generation_config.json"
-TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
-# The architectures in the original's config.json; saving a loaded model writes another class.
-PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
+UPSTREAM, WEIGHTS_LICENSE = "zai-org/glm-4v-9b", "MODEL_LICENSE"
 # Files beside trained weights; none of them is published.
 TRAINING_FILES = {"training.json", "trainer_state.json", "training_args.bin"}
 ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
+
+
+class PublishedModel(NamedTuple):
+    """A model whose weights are published with our code.
+
+    Attributes:
+        id: Its id on the Hub.
+        architectures: Those in its config.json; saving a loaded model writes another class.
+        name: Its name in the model card, and in the default ``--name``.
+    """
+
+    id: str
+    architectures: list[str]
+    name: str
+
+
+# By original_rope of the config.
+PUBLISHED_MODELS = {
+    True: PublishedModel(UPSTREAM, ["ChatGLMModel"], "glm-4v-9b"),
+    False: PublishedModel(
+        "zai-org/cogagent-9b-20241220", ["ChatGLMForConditionalGeneration"], "cogagent-9b"
+    ),
+}
 
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> SourceFiles:
@@ -92,10 +102,11 @@ def _list_weights(source: SourceFiles) -> dict[str, ListedFile]:
             f"{source.name} is missing {len(missing)} of {len(names)} files of weights: "
             f"{', '.join(missing)}"
         )
-    weights = {}
-    for name in names:
+    weights, total = {}, format_bytes(sum(source.files[name].size for name in names))
+    for number, name in enumerate(names, start=1):
         file = source.files[name]
-        digest = sha256_of_file(file.path) if file.path else file.sha256
+        with show_progress(f"hashing file {number} of {len(names)} of weights ({total} in all)"):
+            digest = sha256_of_file(file.path) if file.path else file.sha256
         assert digest, f"{name} has no sha256: the Hub stores weights as LFS files"
         weights[name] = ListedFile(size=file.size, sha256=digest)
     return weights
@@ -118,6 +129,11 @@ def _read_repository(text: str) -> SourceFiles:
     with tempfile.TemporaryDirectory() as folder:
         _, files = read_repository(repository, revision, Path(folder, "source"))
     return SourceFiles(text, files, WeightsOrigin(repository=repository, revision=revision))
+
+
+def published_model(source: SourceFiles) -> PublishedModel:
+    """Return the published model of the same kind as a source."""
+    return PUBLISHED_MODELS[source.read_json(CONFIG).get("original_rope") is not False]
 
 
 def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) -> FineTune | None:
@@ -143,7 +159,8 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
                 "language model, on 2,000 receipts'"
             )
         return FineTune(base=base, trained=trained.strip())
-    if source.origin and source.origin.repository == UPSTREAM:
+    published = published_model(source)
+    if source.origin and source.origin.repository == published.id:
         return None
     if MANIFEST in source.files:
         earlier = source.read_manifest()
@@ -151,12 +168,12 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
             return earlier.fine_tune
     signs = sorted(TRAINING_FILES & source.files.keys())  # signs of training, for the error
     classes = source.read_json("config.json").get("architectures")
-    if classes != PUBLISHED_ARCHITECTURES:
-        signs.append(f"config.json names {classes}, not {PUBLISHED_ARCHITECTURES}")
+    if classes != published.architectures:
+        signs.append(f"config.json names {classes}, not {published.architectures}")
     if signs:
         raise ValueError(
-            f"{source.name} is not {UPSTREAM} as it was published ({'; '.join(signs)}): give "
-            f"--fine-tune-of {UPSTREAM} (or the model that it was trained from) and --trained "
+            f"{source.name} is not {published.id} as it was published ({'; '.join(signs)}): give "
+            f"--fine-tune-of {published.id} (or the model that it was trained from) and --trained "
             "'what was trained, and on which data'"
         )
     return None
@@ -217,24 +234,10 @@ def write_build(
     check_weight_files(target)
     if not target.manifest.is_adapter:
         refuse_failed(target.name, check_loading(target))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
-        new.mkdir()
+    with create_folder_atomically(out, replace=True) as new:
         for file_name, content in contents.items():
             (new / file_name).write_bytes(content)
-        for file_name, file in weights.items():
-            original = os.path.realpath(str(file.path))
-            try:
-                os.link(original, new / file_name)
-            except OSError:  # on another file system
-                shutil.copyfile(original, new / file_name)
-        with ExitStack() as undo:  # moves the earlier build back if the last rename fails
-            if out.exists():
-                out.rename(old)
-                undo.callback(old.rename, out)
-            new.rename(out)
-            undo.pop_all()
+        link_or_copy({n: file.path for n, file in weights.items() if file.path}, new)
     return target.manifest
 
 
@@ -254,24 +257,40 @@ def build_contents(
     our_license = (REPOSITORY_ROOT / "LICENSE").read_bytes()
     pyproject = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     dependencies = tomllib.loads(pyproject)["project"]["dependencies"]
-    files = _processor_files(source)
-    config = _make_config(source, files)
-    files |= read_our_code() | {
-        "config.json": to_json_bytes(config),
-        GENERATION_CONFIG: _generation_config(source, config),
+    _refuse_settings(source)
+    texts = {n: file.content for n, file in source.files.items() if file.content is not None}
+    files = make_model_files(source.name, texts) | {
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
     # Find the license of the weights. A source that we built also has a LICENSE, of our code.
     names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
-    license_name = next((n for n in names if source.content(n) not in (None, our_license)), None)
-    for target, original in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
-        if original and (content := source.content(original)) is not None:
-            files[target] = content
-    if INDEX in files and (normalized := standard_index(index := source.read_json(INDEX))) != index:
-        files[INDEX] = to_json_bytes(normalized)
+    license_name = next((n for n in names if texts.get(n) not in (None, our_license)), None)
+    if license_name:
+        files[WEIGHTS_LICENSE] = texts[license_name]
     files["README.md"] = _card(source, name, license_name, licensed_at, dependencies)
     return add_manifest(files, source.weights, source.fine_tune, source.origin)
+
+
+def _refuse_settings(source: SourceFiles) -> None:
+    """Raise ``ValueError`` for settings without which a model would be published as another one."""
+    if quantized := source.read_json(CONFIG).get("quantization_config"):
+        raise ValueError(
+            f"{source.name}: {CONFIG} has quantization_config {json.dumps(quantized):.80}; "
+            "expected none: publish the weights from before the quantization, and quantize when "
+            "you load them"
+        )
+    for file in {CONFIG, GENERATION_CONFIG} & source.files.keys():
+        refuse_fetched_code(source.read_json(file), f"{source.name}: {file}")
+        if file == CONFIG:
+            continue
+        values = source.read_json(file)
+        known = vars(GenerationConfig()).keys() & values.keys() - GENERATION_KEYS
+        for key in sorted(known):
+            raise ValueError(
+                f"{source.name}: {file} has {key} {json.dumps(values[key]):.80}, which changes how "
+                "answers are computed: remove it, and pass it to generate instead"
+            )
 
 
 def add_manifest(
@@ -292,109 +311,6 @@ def add_manifest(
     return {**files, MANIFEST: to_json_bytes(manifest.model_dump())}
 
 
-def _generation_config(source: SourceFiles, config: dict[str, Any]) -> bytes:
-    """Return the source's generation_config.json without options that transformers does not know.
-
-    Raises ``ValueError`` for options that transformers knows but :data:`GENERATION_KEYS` does not
-    have, and for invalid values.
-    """
-    content = source.content(GENERATION_CONFIG)
-    default = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
-    values = default if content is None else source.read_json(GENERATION_CONFIG)
-    file = f"{source.name}: {GENERATION_CONFIG}"
-    refuse_fetched_code(values, file)
-    refuse_nonfinite_generation(values, file)
-    known = keep_known_settings(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), file)
-    if refused := [key for key in known if key not in GENERATION_KEYS]:
-        raise ValueError(
-            f"{file} has {refused[0]} {json.dumps(known[refused[0]]):.80}, which changes how "
-            "answers are computed: remove it, and pass it to generate instead"
-        )
-    _check_eos_ids(values, config["padded_vocab_size"], GENERATION_CONFIG)
-    return content if content is not None and known == values else to_json_bytes(known)
-
-
-def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
-    eos = values.get("eos_token_id")
-    for number in eos if isinstance(eos, list) else [eos]:
-        is_valid = isinstance(number, int) and 0 <= number < vocab_size
-        message = (
-            f"{file}: eos_token_id has {number}, which is not one of the {vocab_size} token ids"
-        )
-        require_that(is_valid, message)
-
-
-def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict[str, Any]:
-    """Return the source's config.json with missing token ids added and our classes in auto_map.
-
-    Raises ``ValueError`` if the config is not a glm-4v's, or does not fit the processor.
-    """
-    config = source.read_json("config.json")
-    if quantized := config.get("quantization_config"):
-        raise ValueError(
-            f"{source.name}: config.json has quantization_config {json.dumps(quantized):.80}; "
-            "expected none: publish the weights from before the quantization, and quantize them "
-            "when you load them"
-        )
-    if reason := why_not_glm4v(config):
-        raise ValueError(f"{source.name}: config.json is not a glm-4v's: {reason}")
-    tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
-    ids = {token["content"]: token["id"] for token in tokens}
-    for key, token in SPECIAL_IDS.items():
-        if config.get(key) is None:
-            config[key] = ids[token]
-        problem = f"{key} is {config[key]}, but the tokenizer has {ids.get(token)} for {token}"
-        require_that(config[key] == ids.get(token), f"{source.name}: config.json: {problem}")
-    checked = ChatGLMConfig.from_dict(config)
-    config.setdefault("eos_token_id", checked.eos_token_id)
-    file = f"{source.name}: config.json"
-    _check_eos_ids(config, checked.padded_vocab_size, file)
-    vision = keep_known_settings(config["vision_config"], VISION_KEYS, f"{file}: vision_config")
-    vision.setdefault("image_size", checked.vision.image_size)
-    size = json.loads(processor_files[IMAGE_CONFIG])["size"]["height"]
-    problem = f"vision_config has image_size {vision['image_size']}, but {IMAGE_CONFIG} has {size}"
-    require_that(
-        vision["image_size"] == size, f"{file}: {problem}: the files are not of the same model"
-    )
-    config |= {"vision_config": vision}
-    config.pop("_name_or_path", None)
-    config = keep_known_settings(config, CONFIG_KEYS, file)
-    return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
-
-
-def _processor_files(source: SourceFiles) -> dict[str, bytes]:
-    """Return the files of tokenizer and processor, the same with every supported transformers.
-
-    In all versions, save_pretrained writes the same tokenizer.json, chat template and image
-    processor values. The other two config files differ between versions, so they are made here:
-    tokenizer_config.json from the source's fields, processor_config.json with only processor_class
-    and auto_map. The image processor has a file of its own, because transformers 4 reads no other;
-    transformers 5 reads this file, too.
-    """
-    tokenizer = source.read_json(TOKENIZER_CONFIG)
-    # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
-    with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
-        for name, file in source.files.items():
-            if file.content is not None and not name.endswith(".py"):
-                Path(unchanged, name).write_bytes(file.content)
-        processor = load_processor(ModelSource(unchanged))
-        make_inputs(processor, 0, torch.float32)  # raises if template or images are invalid
-        processor.save_pretrained(saved)
-        names = ("tokenizer.json", "chat_template.jinja", IMAGE_CONFIG)
-        files = {name: Path(saved, name).read_bytes() for name in names}
-    left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
-    tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
-    tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER_CONFIG}")
-    tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
-    tokenizer.setdefault("image_size", processor.tokenizer.image_size)
-    configs = {"processor_config.json": {}, TOKENIZER_CONFIG: tokenizer}
-    configs[IMAGE_CONFIG] = json.loads(files[IMAGE_CONFIG])
-    for name, values in configs.items():
-        values |= {"processor_class": "ChatGLMProcessor", "auto_map": AUTO_MAPS[name]}
-        files[name] = to_json_bytes(dict(sorted(values.items())))
-    return files
-
-
 def _card(
     source: SourceFiles,
     name: str,
@@ -403,9 +319,9 @@ def _card(
     dependencies: list[str],
 ) -> bytes:
     """Render the model card, README.md."""
-    fine_tune, origin = source.fine_tune, source.origin
+    fine_tune, origin, published = source.fine_tune, source.origin, published_model(source)
     from_hub = origin and origin.repository
-    address = f"{UPSTREAM}/blob/main/LICENSE"  # of the weights' license on the Hub
+    address = f"{published.id}/blob/main/LICENSE"  # of the weights' license on the Hub
     if origin and license_name:
         address = f"{origin.repository}/blob/{origin.revision}/{licensed_at or license_name}"
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")
@@ -414,9 +330,11 @@ def _card(
         name=name,
         version=glm4v_patched.__version__,
         requirements=" ".join(f'"{line}"' for line in dependencies),
-        base_model=fine_tune.base if fine_tune else from_hub or UPSTREAM,
+        model=published.name,
+        is_cogagent=published.name == "cogagent-9b",
+        base_model=fine_tune.base if fine_tune else from_hub or published.id,
         trained=fine_tune and fine_tune.trained,
-        is_published=from_hub == UPSTREAM and not fine_tune,
+        is_published=from_hub == published.id and not fine_tune,
         revision=origin and origin.revision,
         license_link=f"https://huggingface.co/{address}",
         license_file=license_name and WEIGHTS_LICENSE,

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from huggingface_hub import HfApi
 
+from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from glm4v_patched.models.check_weights import require_complete_weights, tensors_of_hub_file
 from glm4v_patched.models.weight_files import (
+    WEIGHTS_INDEX,
     TensorInfo,
     check_index,
     read_header,
@@ -23,7 +25,7 @@ from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.terminal_text import listed
 
 from .files import BuiltFiles, sha256_of_file
-from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT_PATTERN, INDEX, MANIFEST
+from .manifest import COMMIT_PATTERN, MANIFEST
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 # Files that the Hub adds to a repository.
@@ -94,8 +96,8 @@ def check_weight_files(target: BuiltFiles) -> str:
         require_that(not foreign, f"weights that are not of LoRA: {listed(foreign)}")
         return f"LoRA, {len(shapes)} tensors"
     reference, expected = "the files of weights", dict[str, TensorInfo | None](shapes)
-    if INDEX in target.files:
-        index = check_index(target.read_json(INDEX))
+    if WEIGHTS_INDEX in target.files:
+        index = check_index(target.read_json(WEIGHTS_INDEX))
         if are_remote:
             reference, expected = "the index", dict.fromkeys(index)
         else:

@@ -8,13 +8,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from glm4v_patched.atomic import find_file_problem, require_inside
-from glm4v_patched.models.weight_files import check_index
+from glm4v_patched.models.base import ADAPTER_WEIGHTS
+from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, check_index
 from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import listed
 
-from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD_PATTERN, SINGLE_FILE
-from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
+from .manifest import MANIFEST, FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
 
+SHARD_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 # A tokenizer.json has 20 MB. Files above this size are not read, only hashed when needed.
 MAX_READ_BYTES = 100_000_000
 # Suffixes of files that are read: only text, neither weights nor pickles.
@@ -76,13 +77,13 @@ class SourceFiles:
 
     def weight_names(self) -> list[str]:
         """Return the names of the weight files that the loader will open."""
-        if INDEX not in self.files:
+        if WEIGHTS_INDEX not in self.files:
             return [SINGLE_FILE]
-        names = {*check_index(self.read_json(INDEX)).values()}
+        names = {*check_index(self.read_json(WEIGHTS_INDEX)).values()}
         if invalid := sorted(name for name in names if not re.fullmatch(SHARD_PATTERN, name)):
             raise ValueError(
-                f"{self.name}: {INDEX} has {listed(invalid)} in its weight_map; expected names of "
-                "*.safetensors files in the same folder"
+                f"{self.name}: {WEIGHTS_INDEX} has {listed(invalid)} in its weight_map; expected "
+                "names of *.safetensors files in the same folder"
             )
         return sorted(names)
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from glm4v_patched.terminal_text import show_progress
+
 from .checks import FAILED, Check
 from .files import BuiltFiles
 from .load_check import STEPS
@@ -44,7 +46,8 @@ def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)
                 file=sys.stderr,
                 flush=True,
             )
-            lines, end = run_published_code(python, source, Path(home, str(number)))
+            with show_progress("it loads, answers and trains one step"):
+                lines, end = run_published_code(python, source, Path(home, str(number)))
             steps = [Check(*json.loads(line)) for line in lines]
             steps += [Check(name, FAILED, f"{python}: {end}") for name in STEPS[len(steps) :][:1]]
             checks += steps

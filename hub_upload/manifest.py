@@ -1,14 +1,14 @@
 """``CODE_MANIFEST.json``: version, origin and files of a build."""
 
-import json
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.patch.config_json import parse_json_object
 
-from .layout import ADAPTER_WEIGHTS, COMMIT_PATTERN, ID_PATTERN, MANIFEST
-
+MANIFEST = "CODE_MANIFEST.json"
+ID_PATTERN, COMMIT_PATTERN = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
 Id = Annotated[str, Field(pattern=f"^{ID_PATTERN}$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 
@@ -75,8 +75,3 @@ class Manifest(_ManifestModel):
 def parse_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
     """Parse a manifest; raise ``ValueError`` that names an invalid field."""
     return Manifest.model_validate(parse_json_object(content, name))
-
-
-def to_json_bytes(values: dict[str, Any]) -> bytes:
-    """Return indented JSON with a final newline."""
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

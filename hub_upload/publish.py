@@ -25,8 +25,7 @@ from glm4v_patched.terminal_text import format_bytes, listed, printable
 from .checks import GIT_FILES, refuse_failed, require_that
 from .files import BuiltFiles, File, read_folder
 from .hub import RETRY_HINT, has_same_content, list_repository
-from .layout import ID_PATTERN, MANIFEST
-from .manifest import parse_manifest
+from .manifest import ID_PATTERN, MANIFEST, parse_manifest
 from .verify import check_build
 
 GIT_FILE = ".gitattributes"  # the Hub creates this file with the repository

@@ -35,9 +35,9 @@ from .checks import (
 )
 from .files import BuiltFiles, read_folder
 from .hub import read_repository, without_secrets
-from .layout import ID_PATTERN, MANIFEST
 from .load_check import STEPS
 from .loading import check_loading
+from .manifest import ID_PATTERN, MANIFEST
 
 MODEL_CHECKS, ADAPTER_CHECKS = (
     ["files", "rebuilt", "weights", *STEPS],

@@ -50,7 +50,7 @@ def names_defined_twice() -> Iterator[str]:
     files = defaultdict(list)
     for path in python_files(*PRODUCT):
         relative = str(path.relative_to(ROOT))
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "_":
                 files[node.name].append(relative)
     for name, paths in sorted(files.items()):
@@ -102,7 +102,7 @@ def long_subjects() -> Iterator[str]:
 def main() -> int:
     problems = [*names_defined_twice(), *long_subjects()]
     for path in python_files(*EVERYWHERE):
-        tree, relative = ast.parse(path.read_text()), path.relative_to(ROOT)
+        tree, relative = ast.parse(path.read_text("utf-8")), path.relative_to(ROOT)
         problems += banned_locals(relative, tree)
         if str(relative).startswith(PRODUCT):
             problems += banned_openings(relative, tree)

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table into docs/numerics.md")
     options, for_pytest = parser.parse_known_args()
     if options.page:
-        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
+        PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read_rows(RESULTS))))
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     new = row(for_pytest)

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import time
 import tomllib
 from itertools import product
@@ -132,11 +133,34 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @nox.session(venv_backend="none")
 def test_command(session: nox.Session) -> None:
-    """Run README's second command as it is written there."""
-    command = blocks(README, "bash")[1]
-    assert command.strip().endswith("/pytest"), command
+    """Run README's second command as it is written there, its tests in an odd environment."""
+    install, _, pytest = blocks(README, "bash")[1].rpartition(" && ")
+    assert pytest.strip().endswith("/pytest"), pytest
     session.chdir(ROOT)
-    session.run("bash", "-euo", "pipefail", "-c", command, external=True)
+    session.run("bash", "-euo", "pipefail", "-c", install, external=True)
+    command = f"umask 077; unset HOME; {pytest}"
+    with tempfile.TemporaryDirectory() as folder:
+        environment = odd_environment(Path(folder))
+        session.run("bash", "-euo", "pipefail", "-c", command, external=True, env=environment)
+
+
+def odd_environment(folder: Path) -> dict[str, str]:
+    """Return variables that make tests fail if they assume the environment of one machine.
+
+    The temporary folder has a long name with spaces, behind a link. (With more than 75 characters,
+    multiprocessing could not make its sockets there.) Requests fail, except to this machine.
+    """
+    (folder / "real").mkdir()
+    temporary = folder / "a link with a long name and spaces"
+    temporary.symlink_to("real")
+    no_network = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    return no_network | {
+        "no_proxy": "127.0.0.1,localhost",
+        "TMPDIR": str(temporary),
+        "TZ": "Asia/Kathmandu",
+        "LC_ALL": "C",
+        "PYTHONHASHSEED": "4321",
+    }
 
 
 SLOW = {
@@ -191,7 +215,7 @@ def oldest(session: nox.Session) -> None:
 
 
 # Folders that other sessions cover, or that do not test the package.
-IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
+IN_TURN = ("framework", "notebook", "container", "gguf", "slow(experiments)")
 
 
 @nox.session(venv_backend="none")
@@ -238,9 +262,12 @@ def try_jobs(session: nox.Session, job: str) -> None:
 
 @nox.session
 def notebook(session: nox.Session) -> None:
-    """docs/quickstart.ipynb, from its first cell to the last, in a folder of its own."""
-    install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0")
+    """docs/quickstart.ipynb from its first cell to the last, from the wheel, as on Colab."""
     out = Path(session.create_tmp())
+    install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0", "hatchling")
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(ROOT))
+    session.install("--no-deps", *map(str, out.glob("*.whl")))
+    del session.env["PYTHONPATH"]  # the checkout
     shutil.copy("docs/quickstart.ipynb", out)  # cells run where their notebook is
     options = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
     session.chdir(out)
@@ -267,14 +294,17 @@ def workflows(session: nox.Session) -> None:
 
 
 @nox.session
-def package(session: nox.Session) -> None:
-    """Build sdist and wheel into a folder as release.yml does, and test what is in them."""
-    [out] = session.posargs or [session.create_tmp()]
+def release(session: nox.Session) -> None:
+    """Build into a folder all that a release publishes, without publishing it, and test it."""
+    out = Path(*session.posargs or [session.create_tmp()], "release").absolute()
+    shutil.rmtree(out, ignore_errors=True)
     session.install("--require-hashes", "-r", str(ROOT / ".github" / "release.txt"))
     session.chdir(ROOT)
-    session.run("python", "-m", "hatchling", "build", "-d", str(Path(out).absolute()))
+    session.run("python", ".ci/release.py", str(out))
     session.install("pytest", "pyyaml")
+    session.env["RELEASE"] = str(out)
     run_tests(session, "--noconftest", "-c", "/dev/null", "tests/test_package.py")
+    session.notify("docs", [str(out / "site")])
 
 
 @nox.session
@@ -434,6 +464,20 @@ def llm_compressor(session: nox.Session) -> None:
     session.install("-e", ".[export]", "hypothesis")
     run_tests(session, f"{HERE}/test_llm_compressor.py", "tests/inference/test_export.py")
     run_tests(session, "-m", "slow", "-k", "export_formats", "tests/test_experiments.py")
+
+
+@nox.session
+def gguf(session: nox.Session) -> None:
+    """``export --format gguf``, read by llama.cpp; arguments go to the script that compares."""
+    binding = ["llama-cpp-py-sync==0.11548", "xllamacpp==2026.10.11549"]
+    install_on_top(session, "gguf==0.19.0", *binding)
+    # The functions for Python, and a build of llama.cpp that loads on older systems.
+    [library] = Path(session.virtualenv.location).glob("lib/python3*/site-packages/xllamacpp/*.so")
+    session.env["LLAMA_CPP_LIB"] = str(library)
+    run_tests(session, "-n", "0", "-rs", "tests/inference/test_gguf.py")
+    if session.posargs:
+        script = "docs/benchmarks/compare_with_llama_cpp.py"
+        session.run("python", script, *session.posargs)
 
 
 # Each package of tests/frameworks/quantizers.py: what is installed with all that it requires, and

@@ -16,7 +16,7 @@ def installed(package: str) -> str:
 
 
 def read_rows(file: Path) -> list[dict]:
-    return json.loads(file.read_text() or "[]") if file.exists() else []
+    return json.loads(file.read_text("utf-8") or "[]") if file.exists() else []
 
 
 def put_rows(file: Path, rows: list[dict], key: Callable[[dict], object], order=None) -> None:

@@ -13,7 +13,7 @@ ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
 ALONE = {"remote": {"remote"}, "patch": {"remote"}, "integrations": {"remote", "patch"}}
 # Modules that are imported late, because they need a package or much time, not to break a cycle.
-ROOT = {"atomic", "option_fields", "paths", "terminal_text", "installed_versions"}
+ROOT = {"atomic", "cpu", "option_fields", "paths", "terminal_text", "installed_versions"}
 ROOT |= {"__main__", "__init__"}
 
 
@@ -28,7 +28,7 @@ def imported_by(module: str) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
     path, imported = MODULES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:

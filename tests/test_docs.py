@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from glm4v_patched.bench.table import read_measurements
+from glm4v_patched.cli import _build_parser
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.recipe.shipped import FOLDER
 from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
@@ -16,12 +17,12 @@ CARD = ROOT / "hub_upload" / "MODEL_CARD.md"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_that_are_there(page):
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text("utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_every_page_is_linked_from_the_readme():
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text()))
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)\)", README.read_text("utf-8")))
     assert linked == {page.name for page in DOCS}
 
 
@@ -54,7 +55,7 @@ def test_what_you_need_is_measured():
         results.append(row | {"workload": recipe["trained"]})
     results = [row for row in results if "error" not in row]
     lines = re.findall(
-        r"^\| (\d) x (\d+) GB \| `(\w+)`(.*)\| ([\d.]+) \|$", README.read_text(), re.M
+        r"^\| (\d) x (\d+) GB \| `(\w+)`(.*)\| ([\d.]+) \|$", README.read_text("utf-8"), re.M
     )
     assert len(lines) >= 10
     for gpus, gigabytes, trained, words, speed in lines:
@@ -74,4 +75,14 @@ def test_the_notebook_has_no_outputs_and_trains_the_tiny_model():
     cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code)
-    assert "REAL = False\n" in code[0]["source"]
+    assert "REAL = False\n" in code[1]["source"]
+
+
+def test_every_command_in_the_table_of_tasks_is_accepted():
+    page = (ROOT / "docs" / "tasks.md").read_text()
+    commands = re.findall(r"^\|[^|]*\| `glm4v-patched ([^`]*)` \|", page, re.M)
+    assert len(commands) == page.split("## ")[0].count("\n|") - 2
+    for command in commands:
+        _, rest = _build_parser().parse_known_args(command.split(" > ")[0].split())
+        assert all(re.fullmatch(r"[\w.]+=\S+", text) for text in rest), command
+    assert {command.split()[0] for command in commands} >= {"train", "answer", "evaluate", "merge"}

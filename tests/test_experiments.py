@@ -13,7 +13,9 @@ from tests.helpers.processes import ROOT, cpu_environment, gpu_environment, run_
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 README = BENCHMARKS / "README.md"
-SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+SCRIPTS = [
+    path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text("utf-8")
+]
 
 
 QUANTIZES = pytest.mark.skipif(
@@ -102,7 +104,9 @@ def test_a_file_of_results_has_the_format_of_all(file):
 
 
 def test_every_file_of_results_and_script_is_in_the_pages_table():
-    named = re.findall(r"`([\w.*]+\.\w+)`", README.read_text().partition("## Rows of bench")[0])
+    named = re.findall(
+        r"`([\w.*]+\.\w+)`", README.read_text("utf-8").partition("## Rows of bench")[0]
+    )
     files = [path.name for path in [*RESULTS, *SCRIPTS, *BENCHMARKS.glob("*.png")]]
     assert [name for name in files if not any(fnmatch(name, pattern) for pattern in named)] == []
     names = [path.name for path in BENCHMARKS.iterdir()]

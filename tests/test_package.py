@@ -1,10 +1,14 @@
 """Files of a clone that are published in the sdist, the wheel and the image, and the workflow."""
 
+import email
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +73,7 @@ def tracked(*patterns: str) -> set[str]:
 
 def test_sdist_and_wheel_have_what_git_has_of_the_package_and_nothing_else(used, tmp_path):
     if find_spec("hatchling") is None:
-        pytest.skip("needs hatchling: `nox -f tests/noxfile.py -s package` runs this")
+        pytest.skip("needs hatchling: `nox -f tests/noxfile.py -s release` runs this")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
     subprocess.run(command, cwd=used, check=True, capture_output=True)
     [wheel], [sdist] = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
@@ -140,7 +144,9 @@ def test_jobs_that_publish_install_only_what_is_pinned_by_hash():
             pinned = re.compile(r"[\w.-]+==[\w.]+ +(--hash=sha256:[0-9a-f]{64} *)+")
             assert pins and all(pinned.fullmatch(pin) for pin in pins), file
     requires = (ROOT / "pyproject.toml").read_text()
-    assert 'requires = ["hatchling"]' in requires  # all that the release's file has to have
+    [needed] = re.findall(r"(?m)^requires = (.*)$", requires)
+    pinned = (ROOT / ".github" / "release.txt").read_text()
+    assert all(f"\n{name}==" in pinned for name in json.loads(needed))
     # nox fetches what is not pinned.
     assert "nox" not in (WORKFLOWS / "release.yml").read_text()
 
@@ -159,8 +165,8 @@ def test_only_a_tag_of_main_is_released(tmp_path):
 
 
 def test_what_is_published_is_what_was_built(tmp_path):
-    dist, output = tmp_path / "dist", tmp_path / "said"
-    dist.mkdir()
+    dist, output = tmp_path / "release" / "dist", tmp_path / "said"
+    dist.mkdir(parents=True)
     for name in ("a.whl", "a.tar.gz"):
         (dist / name).write_text(name)
     [script] = [s["run"] for s in release()["build"]["steps"] if s.get("id") == "build"]
@@ -176,6 +182,84 @@ def test_what_is_published_is_what_was_built(tmp_path):
     assert shell(condition, tmp_path, SHA256="") != 0
     publish = release()["publish"]["steps"]
     assert "What was downloaded" in publish[1]["name"] and "pypi-publish" in publish[2]["uses"]
+    assert publish[2]["with"]["packages-dir"] == "release/dist/"
+
+
+def test_only_the_job_that_needs_a_permission_has_it():
+    """No job both builds from the sources and can write to the repository."""
+    permissions = {name: {*job.get("permissions", {})} for name, job in release().items()}
+    assert permissions == {
+        "build": {"contents", "attestations", "id-token"},
+        "publish": {"id-token"},
+        "github": {"contents"},
+    }
+    assert release()["build"]["permissions"]["contents"] == "read"
+    assert not [s for s in release()["github"]["steps"] if "checkout" in s.get("uses", "")]
+
+
+# What a release publishes; nox's session "release" makes it.
+
+
+@pytest.fixture
+def release_folder() -> Path:
+    if "RELEASE" not in os.environ:
+        pytest.skip("needs what `nox -f tests/noxfile.py -s release` builds, and runs this")
+    return Path(os.environ["RELEASE"])
+
+
+def test_the_bill_of_materials_names_each_requirement_and_the_license(release_folder):
+    bill = json.loads((release_folder / "sbom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    product = bill["metadata"]["component"]
+    assert product["licenses"] == [{"license": {"id": "Apache-2.0"}}]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
+    names = {re.match(r"[\w-]+", text)[0].lower() for text in required} - {project["name"]}
+    assert {component["name"] for component in bill["components"]} == names
+    [edges] = [one for one in bill["dependencies"] if one["ref"] == product["bom-ref"]]
+    assert {*edges["dependsOn"]} == names
+
+
+def test_checksums_are_those_of_the_files_that_a_release_has(release_folder):
+    files = {path.name for path in (release_folder / "dist").iterdir()} | {"sbom.cdx.json"}
+    lines = (release_folder / "SHA256SUMS").read_text().splitlines()
+    assert {line.split("  ")[1] for line in lines} == files
+    together = "cp dist/* sbom.cdx.json SHA256SUMS {0} && cd {0} && sha256sum --check --strict"
+    assert shell(f"d=$(mktemp -d) && {together.format('$d')} SHA256SUMS", release_folder) == 0
+
+
+def test_notes_are_the_section_of_this_version(release_folder):
+    notes = (release_folder / "notes.md").read_text()
+    assert "\n### Fixed in the model\n" in notes and "\n## " not in notes
+
+
+def test_links_of_the_page_on_pypi_lead_out_of_it(release_folder):
+    """PyPI shows README alone, without the files and images beside it."""
+    [wheel] = (release_folder / "dist").glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    page = email.message_from_bytes(archive.read(name)).get_payload()
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(targets) > 40
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert "![" in page and "https://raw.githubusercontent.com/" in page
+
+
+# Addresses of the repository
+
+
+def test_the_organization_is_named_in_one_place():
+    """What repeats an address of pyproject.toml has the same; the site reads it from there."""
+    text = (ROOT / "pyproject.toml").read_text()
+    urls = tomllib.loads(text)["project"]["urls"]
+    owner = urls["Homepage"].removeprefix("https://github.com/").partition("/")[0]
+    of_ours = re.compile(
+        r"(?:github(?:usercontent)?\.com/|//)([\w-]+)(?:\.github\.io)?/glm4v-patched"
+    )
+    texts = [name for name in tracked() if not name.endswith((".png", ".zip", ".csv"))]
+    named = {name: {*of_ours.findall((ROOT / name).read_text(errors="replace"))} for name in texts}
+    assert {name: owners for name, owners in named.items() if owners - {owner}} == {}
+    assert f"@{owner}/" in (ROOT / ".github" / "CODEOWNERS").read_text()
 
 
 def test_a_tag_is_the_version(tmp_path):

@@ -21,7 +21,7 @@ def results(pattern: str) -> list[dict]:
 
 def table(page: Path, head: str) -> list[list[str]]:
     """Cells of the rows below a table's first line that begins with ``head``."""
-    _, begins, text = page.read_text().partition(f"\n{head}")
+    _, begins, text = page.read_text("utf-8").partition(f"\n{head}")
     assert begins, f"{page.name} has no table {head}"
     lines = [line for line in text.partition("\n\n")[0].splitlines()[2:] if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -37,7 +37,7 @@ def short(value: float) -> float:
 
 
 def test_the_table_of_releases_is_that_of_its_rows():
-    page, file = every_version.PAGE.read_text(), every_version.RESULTS
+    page, file = every_version.PAGE.read_text("utf-8"), every_version.RESULTS
     assert page == on_page(page, file, every_version.table(read_rows(file))), (
         "python -m tests.every_version --page"
     )
@@ -57,9 +57,9 @@ def test_the_matrix_is_counted():
     total = Counter(row["outcome"] for row in rows)
     assert total.keys() == {"passed", "cannot work"}
     words = "5,832 passed, 0 failed, 864 cannot work"
-    assert words in (DOCS / "numerics.md").read_text()
+    assert words in (DOCS / "numerics.md").read_text("utf-8")
     assert total == {"passed": 5832, "cannot work": 864}
-    assert "6,696" in (ROOT / "README.md").read_text() and len(rows) == 6696
+    assert "6,696" in (ROOT / "README.md").read_text("utf-8") and len(rows) == 6696
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,24 @@ def test_answers_from_files_are_measured():
         ), (weights, image, speed)
 
 
+def test_both_models_of_the_family_are_measured():
+    """Rows of one kind are glm-4v's and cogagent's, which differ by less than 3 %."""
+    rates: dict[tuple, dict[bool, float]] = {}
+    for row in results("family_h200.json"):
+        in_fp8 = row.get("fp8") or row.get("weights") == "fp8"
+        kind = (row["workload"], row.get("batch"), "fp8" if in_fp8 else "bf16")
+        rate = row.get("samples_per_s_per_gpu") or row["tokens_per_s"]
+        rates.setdefault(kind, {})["cogagent" in row["command"]] = rate
+    lines = table(RESULTS, "| measured | weights |")
+    assert len(lines) == len(rates) == 8
+    for measured, weights, *figures in lines:
+        batch = re.search(r"batch (\d+)", measured)
+        kind = ("generate", int(batch[1]), weights) if batch else ("lora_lm", None, weights)
+        both = [rates[kind][is_cogagent] for is_cogagent in (False, True)]
+        assert [number(cell) for cell in figures] == pytest.approx(both, rel=0.003)
+        assert both[1] == pytest.approx(both[0], rel=0.03)
+
+
 def test_the_recipes_that_ship_are_measured():
     # lora_both_2x80gb is the name that lora_all_2x80gb had when it was measured.
     rows = {
@@ -164,3 +182,23 @@ def test_the_recipes_that_ship_are_measured():
         assert number(speed) == short(row["samples_per_s_per_gpu"])
         assert number(memory) == round(row["peak_allocated_gib"], 1)
         assert number(predicted.partition(";")[0]) == round(row["predicted_gib"], 1)
+
+
+def test_the_table_of_gguf_is_that_of_its_rows():
+    rows = results("gguf.json")
+    lines = table(DOCS / "gguf.md", "| type | logits, images by our tower")
+    assert [name.strip("`") for name, *_ in lines] == ["f32", "bf16", "f16", "q8_0", "q4_k_m"]
+    for name, *cells in lines:
+        random, [demo] = (
+            [row for row in rows if row["type"] == name.strip("`") and row["weights"] == weights]
+            for weights in ("random", "demo")
+        )
+        assert len(random) == 8 and all(row["ids_equal"] for row in random)
+        expected = []
+        for prefix in ("", "mmproj_"):
+            expected.append(f"{max(row[f'{prefix}logit_difference'] for row in random):.2g}")
+            expected.append(str(min(row[f"{prefix}same_tokens"] for row in random)))
+            expected.append(f"{demo[f'{prefix}right']} / {demo[f'{prefix}right_swapped']}")
+        assert cells == expected, name
+    [ours] = [row for row in rows if row["type"] == "this package, f32"]
+    assert (ours["right"], ours["right_swapped"]) == (1.0, 0.0)

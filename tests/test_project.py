@@ -37,7 +37,9 @@ def test_on_the_oldest_versions_run_the_tests_of_all_that_uses_them():
     older = "|".join(noxfile.OLDER)
     imports = re.compile(rf"^ *(?:from|import) (?:transformers|{older})\b", re.M)
     files = (ROOT / "glm4v_patched").glob("*/**/*.py")
-    users = {file.relative_to(ROOT).parts[1] for file in files if imports.search(file.read_text())}
+    users = {
+        file.relative_to(ROOT).parts[1] for file in files if imports.search(file.read_text("utf-8"))
+    }
     assert {*noxfile.ON_THE_OLDEST} >= users
     assert all((ROOT / "tests" / folder).is_dir() for folder in noxfile.ON_THE_OLDEST)
 
@@ -72,4 +74,4 @@ def test_every_message_has_a_test():
         entries = re.findall(r"^# name: (\w+).* in (\w+\.py)$", file.read_text(), re.M)
         assert entries, file
         for test, name in entries:
-            assert f"def {test}(" in (file.parents[1] / name).read_text(), (test, name)
+            assert f"def {test}(" in (file.parents[1] / name).read_text("utf-8"), (test, name)

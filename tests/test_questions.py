@@ -52,7 +52,7 @@ def test_the_table_of_cards_is_the_output_of_its_script():
     environment = cpu_environment() | {"PYTHONPATH": str(ROOT)}
     printed = subprocess.check_output([sys.executable, script], env=environment, text=True)
     table = printed[printed.index("| cards") :].strip()
-    assert table in PAGE.read_text()
+    assert table in PAGE.read_text("utf-8")
 
 
 @pytest.mark.slow

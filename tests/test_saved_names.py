@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 import glm4v_patched
 from glm4v_patched.engine.trainable import load_trainable_adapters
 from glm4v_patched.inference.merge import copy_license_and_generation, merge
+from glm4v_patched.models.adopt import adopt
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -113,13 +114,23 @@ def by_take_over(model: Path, adapters: Path, out: Path) -> None:
     ChatGLMConfig.from_pretrained(model).save_pretrained(out)
 
 
-def by_build(model: Path, adapters: Path, out: Path) -> None:
-    from hub_upload.build import build_model_repository, read_source
-
-    for file in model.glob("*.safetensors"):  # which a build links to, as they are
+def clear_weights(model: Path) -> None:
+    """Remove the word from the headers of weights, which are linked as they are."""
+    for file in model.glob("*.safetensors"):
         with safe_open(file, framework="pt") as file_tensors:
             tensors = {name: file_tensors.get_tensor(name) for name in file_tensors.keys()}  # noqa: SIM118
         save_file(tensors, file, metadata={"format": "pt"})
+
+
+def by_adopt(model: Path, adapters: Path, out: Path) -> None:
+    clear_weights(model)
+    adopt(model, out)
+
+
+def by_build(model: Path, adapters: Path, out: Path) -> None:
+    from hub_upload.build import build_model_repository, read_source
+
+    clear_weights(model)
     build_model_repository(
         read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built"
     )
@@ -155,7 +166,7 @@ def by_train(model: Path, adapters: Path, out: Path) -> None:
 
 
 TRAINED = {"trained": "projector", "trainer.dataloader_num_workers": 0, "trainer.max_steps": 1}
-WAYS = [by_merge, by_take_over, by_build, by_classes, by_auto_classes, by_peft, by_train]
+WAYS = [by_merge, by_take_over, by_build, by_adopt, by_classes, by_auto_classes, by_peft, by_train]
 
 
 @pytest.mark.parametrize("save", WAYS)

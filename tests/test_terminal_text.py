@@ -1,6 +1,7 @@
 """Printed commands run as printed, whether or not an environment is activated."""
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ import glm4v_patched
 from glm4v_patched import terminal_text
 from glm4v_patched.terminal_text import (
     format_bytes,
+    no_progress,
     own_command,
     pip_install,
     pluralize,
@@ -89,10 +91,30 @@ def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
 def test_a_number_has_its_noun_in_singular_or_plural():
     numbers = [pluralize(number, "row") for number in (0, 1, 2, 1000)]
     assert numbers == ["0 rows", "1 row", "2 rows", "1,000 rows"]
-    assert pluralize(2, "process", "processes") == "2 processes"
+    assert pluralize(2, "process") == "2 processes"
 
 
 def test_nothing_that_is_printed_moves_a_terminal():
     odd = "a\x1b[2J\u202eb\n\tc\udc80"
     assert printable(odd) == r"a\x1b[2J\u202eb\n\tc\udc80"
     assert printable(odd, allow="\n\t") == "a\\x1b[2J\\u202eb\n\tc\\udc80"
+
+
+def test_a_count_has_its_total_and_an_inner_activity_is_followed_by_the_outer(monkeypatch, capsys):
+    for name in ("FIRST_LINE_SECONDS", "NEXT_LINE_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(terminal_text, name, 0.02)
+    with show_progress("answering", total=4) as progress:
+        progress.update()
+        time.sleep(0.1)
+        progress.update()
+        time.sleep(0.1)
+        with no_progress():
+            capsys.readouterr()
+            time.sleep(0.1)
+            assert capsys.readouterr().err == ""
+        with show_progress("reading"):
+            time.sleep(0.1)
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert "reading ..." in lines
+    assert re.fullmatch(r"answering: 2 of 4 rows, 0:00:0\d left", lines[-1])

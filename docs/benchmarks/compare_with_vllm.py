@@ -4,7 +4,8 @@
 tokens per image), loads it in vLLM in this process, and asks vLLM and our model about text, an
 image, two images in one question, and three in three turns. The plug-in is active as in ``vllm
 serve``; ``VLLM_PLUGINS=`` before the command disables it. A line is printed for each conversation;
-``--out`` writes everything as JSON.
+``--out`` writes everything as JSON. ``--halves`` builds a model that rotates by halves, as
+cogagent-9b does.
 
 ``--model FOLDER`` selects another model, ``--dtype bfloat16`` another precision, ``--engine JSON``
 further arguments of ``vllm.LLM``. ``--adapters`` also compares LoRA adapters of the language model,
@@ -61,7 +62,7 @@ def make_conversations(images: list[Image.Image], kind: str) -> dict[str, list[d
     }
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, original_rope: bool) -> None:
     """Save a model in fp32 whose answers depend on its images, and its processor."""
     texts = [QUESTION["text"], "And which shape?", "Hello", "red", "blue"]
     processor = build_processor(texts, image_side=SIDE)
@@ -71,7 +72,8 @@ def build(folder: Path) -> None:
         "num_positions": (SIDE // PATCH_SIDE) ** 2 + 1,
     }
     torch.manual_seed(0)
-    model = GLM4VForCausalLM(ChatGLMConfig(**(config.to_dict() | {"vision_config": vision})))
+    changes = {"vision_config": vision, "original_rope": original_rope}
+    model = GLM4VForCausalLM(ChatGLMConfig(**(config.to_dict() | changes)))
     # With the tiny model's own initialization, it would repeat one token forever.
     for name, weight in model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
@@ -157,7 +159,7 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
         **inputs,
         do_sample=False,
         max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
+        eos_token_id=None,  # as ignore_eos: end tokens may be generated, and end nothing
         output_logits=True,
         return_dict_in_generate=True,
     )
@@ -224,6 +226,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", type=json.loads, default={})
     parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--halves", action="store_true", help="rotate by halves, as cogagent-9b")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -239,7 +242,7 @@ def main() -> int:
 def run(folder: Path, arguments: argparse.Namespace) -> dict:
     model_folder = arguments.model or folder / "model"
     if arguments.model is None:
-        build(model_folder)
+        build(model_folder, original_rope=not arguments.halves)
     draw_data_set(folder / "images", 3, seed=0, side=SIDE)
     files = sorted((folder / "images").glob("*.png"))
     images = [Image.open(file).convert("RGB") for file in files]

@@ -20,7 +20,7 @@ from .settings import TrainingSettings
 from .training import device_name, run_and_log
 
 # Matches the line that answer.describe_speed() returns.
-SPEED_LINE = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
+SPEED_LINE = re.compile(r"rows? answered in ([\d.]+) s, the first after ([\d.]+) s")
 # Options of training and generation that apply here, too.
 SHARED_OPTIONS = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
 

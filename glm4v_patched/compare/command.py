@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,14 +14,10 @@ from ..engine.environment import python_module_command
 from ..engine.options import Precision
 from ..paths import expand_path, to_path
 from ..terminal_text import format_bytes
-from .environment import (
-    PYTHON_CURE,
-    describe_code,
-    find_python_versions,
-    isolated_environment,
-)
+from .environment import describe_code, find_python_versions, isolated_environment
 
 if TYPE_CHECKING:
+    from ..remote.configuration_chatglm import ChatGLMConfig
     from .verdicts import Comparison, ModelOutputs
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -37,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("original", type=to_path, metavar="ORIGINAL", help="folder of the published model")
     add("--run-code", action="store_true", help="allow the code in ORIGINAL to run")
-    python = "a Python with transformers 4.42 to 4.44, to run that code"
+    python = "a Python with a transformers that this code works with, to run it"
     add("--python", type=expand_path, metavar="PATH", help=python)
     add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
     add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")
@@ -47,20 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the comparison; return 1 if our code is wrong, or differs from a valid original."""
     folder = options.original
-    _require_original(folder)
+    original_rope = _require_original(folder).original_rope
     code = describe_code(folder)
     if not options.run_code:
         raise ValueError(f"compare runs {code}\nTo allow this, add --run-code")
+    from ..engine.gpus import find_gpus
     from ..models.placement import place_processes
 
-    device: Literal["cuda", "cpu"] = options.device or _default_device()
+    device: Literal["cuda", "cpu"] = options.device or ("cuda" if find_gpus().devices else "cpu")
     place_processes(1, device)
-    if options.python is None:
-        raise RuntimeError(
-            f"the published code does not work with transformers {version('transformers')} and "
-            f"needs a separate environment; {PYTHON_CURE}"
-        )
-    versions = find_python_versions(options.python)
+    versions = find_python_versions(options.python, original_rope)
     print(f"running with {versions}: {code}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as work:
         comparisons = compare(folder, options.python, options.precision, device, Path(work))
@@ -87,10 +78,10 @@ def compare(
         ValueError: the model is too large for the free memory, or cannot be loaded.
         RuntimeError: one of the two processes failed.
     """
-    from .inputs import CASES_FILE, count_supervised_tokens, write_cases
+    from .inputs import CASES_FILE, write_cases
     from .verdicts import compare_outputs
 
-    length = write_cases(work, folder)
+    length, supervised = write_cases(work, folder)
     _require_memory(folder, length, precision, device)
     job: dict[str, Any] = {"folder": str(folder.resolve()), "cases": str(work / CASES_FILE)}
     job |= {"dtype": DTYPES[precision], "device": device, "answer_tokens": NUM_NEW_TOKENS}
@@ -102,7 +93,7 @@ def compare(
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = python_module_command("glm4v_patched.compare.worker")
     ours = _compute(command, offline, work / "ours", job | {"ours": True})
-    return compare_outputs(original, ours, count_supervised_tokens(work), precision)
+    return compare_outputs(original, ours, supervised, precision)
 
 
 def _compute(
@@ -118,14 +109,9 @@ def _compute(
     job = {"ours": False, "tensors": str(tensors), "results": str(results)} | job
     (work / "job.json").write_text(json.dumps(job))
     log = work / "log.txt"
+    command = [*command, str(work / "job.json")]
     with log.open("w") as output:
-        done = subprocess.run(
-            [*command, str(work / "job.json")],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            check=False,
-        )
+        done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
     if done.returncode or not results.is_file():
         model = "our model" if job["ours"] else "the original"
         end = log.read_text(errors="replace")[-2000:]
@@ -136,9 +122,11 @@ def _compute(
     return ModelOutputs(json.loads(results.read_text(encoding="utf-8")), load_file(tensors))
 
 
-def _require_original(folder: Path) -> None:
-    """Raise ``ValueError`` unless a folder contains a complete glm-4v with the published code."""
+def _require_original(folder: Path) -> "ChatGLMConfig":
+    """Return the config of a folder; raise ``ValueError`` unless it has a complete glm-4v with the
+    published code."""
     from ..models.check_weights import find_model_folder_problem, require_complete_model
+    from ..remote.configuration_chatglm import ChatGLMConfig
 
     if not folder.is_dir():
         raise ValueError(
@@ -148,22 +136,16 @@ def _require_original(folder: Path) -> None:
     if fault := find_model_folder_problem(folder):
         raise ValueError(f"{folder}: {fault}")
     require_complete_model(str(folder))
-    if missing := [name for name in PUBLISHED_CODE_FILES if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} has no {', '.join(missing)}; expected the published code")
     if (folder / "checkpointing.py").is_file():  # only our code has this file
         raise ValueError(
             f"the code in {folder} is this package's (checkpointing.py); expected the published one"
         )
+    missing = [name for name in PUBLISHED_CODE_FILES if not (folder / name).is_file()]
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(
-            f"{folder} has neither {' nor '.join(TOKENIZER_FILES)}; expected the published files"
-        )
-
-
-def _default_device() -> Literal["cuda", "cpu"]:
-    from ..engine.gpus import find_gpus
-
-    return "cuda" if find_gpus().devices else "cpu"
+        missing.append(" or ".join(TOKENIZER_FILES))
+    if missing:
+        raise ValueError(f"{folder} has no {', '.join(missing)}; expected the published files")
+    return ChatGLMConfig.from_pretrained(folder)
 
 
 def _require_memory(folder: Path, length: int, precision: Precision, device: str) -> None:
@@ -190,16 +172,9 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
     needed = weights + activations + logits
     free = free_ram() if device == "cpu" else min_free_gpu_memory()
-    print(
-        f"comparing in {precision} on {device}, one model after the other, needs about "
-        f"{format_bytes(needed)} ({format_bytes(weights)} of weights); {format_bytes(free)} are "
-        "free",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = f"comparing in {precision} on {device}, one model after the other, needs about "
+    text += f"{format_bytes(needed)} ({format_bytes(weights)} of weights)"
+    print(f"{text}; {format_bytes(free)} are free", file=sys.stderr, flush=True)
     if needed > free:
-        raise ValueError(
-            f"comparing needs about {format_bytes(needed)} and {format_bytes(free)} are free; "
-            "expected "
-            "a larger machine" + (", or --precision bf16" if precision == "fp32" else "")
-        )
+        cure = "a larger machine" + (", or --precision bf16" if precision == "fp32" else "")
+        raise ValueError(f"{text} and {format_bytes(free)} are free; expected {cure}")

@@ -6,19 +6,15 @@ import os
 import subprocess
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from ..terminal_text import printable
 
-# Versions of transformers that the published code works with.
-RECOMMENDED_TRANSFORMERS = "4.44.2"
-MIN_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
-PYTHON_CURE = (
-    f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, "
-    "accelerate, tiktoken, pillow and torch (docs/troubleshooting.md)"
-)
-# Only these environment variables are passed on. Secret tokens have too many names to filter them
-# out.
+# Versions of transformers for the published code, and one of them, by the config's original_rope:
+# those that glm-4v-9b's code works with, and, untested, those that ms-swift (4.42 or newer) and
+# CogAgent's requirements.txt (4.47 or newer) have for cogagent-9b.
+PUBLISHED_TRANSFORMERS = {True: (">=4.42,<4.45", "4.44.2"), False: (">=4.42", "4.47.1")}
+# Only these environment variables are passed on: secret tokens have too many names to filter them.
 PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 PASSED_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
 
@@ -40,13 +36,20 @@ def describe_code(folder: Path) -> str:
     )
 
 
-def find_python_versions(python: str) -> str:
+def find_python_versions(python: str | None, original_rope: bool) -> str:
     """Return which transformers and torch a Python has, as text.
 
     Raises:
-        RuntimeError: this Python cannot run, or the published code does not work with its
-            transformers.
+        RuntimeError: there is no such Python, it cannot run, or the published code does not work
+            with its transformers.
     """
+    supported, recommended = PUBLISHED_TRANSFORMERS[original_rope]
+    cure = (
+        f"give --python PATH of an environment with transformers {recommended}, accelerate, "
+        "tiktoken, pillow and torch (docs/troubleshooting.md)"
+    )
+    if python is None:
+        raise RuntimeError(f"the published code needs transformers {supported} of its own; {cure}")
     code = "import json, transformers, torch, safetensors; print(json.dumps("
     code += "[transformers.__version__, torch.__version__]))"
     try:
@@ -57,13 +60,11 @@ def find_python_versions(python: str) -> str:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
-        raise RuntimeError(f"{python} cannot be used: {last}; {PYTHON_CURE}")
+        raise RuntimeError(f"{python} cannot be used: {last}; {cure}")
     transformers, torch = json.loads(done.stdout.splitlines()[-1])
-    if not Version(MIN_TRANSFORMERS) <= Version(transformers) < Version(FIRST_BROKEN_TRANSFORMERS):
-        raise RuntimeError(
-            f"{python} has transformers {transformers}; the published code works with "
-            f">={MIN_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {PYTHON_CURE}"
-        )
+    if not SpecifierSet(supported).contains(transformers, prereleases=True):
+        message = f"{python} has transformers {transformers}, and the published code needs"
+        raise RuntimeError(f"{message} {supported}; {cure}")
     return f"transformers {transformers}, torch {torch}"
 
 

@@ -1,9 +1,10 @@
 """Inputs of both models, in the published form: three placeholder tokens stand for each image."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data.collate import ConversationCollator
@@ -21,14 +22,15 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_cases(folder: Path, model: Path) -> int:
+def write_cases(folder: Path, model: Path) -> tuple[int, dict[str, int]]:
     """Write the inputs of each case to ``CASES_FILE`` in ``folder``.
 
     Args:
         model: Folder of the published model, whose tokenizer and image size are used.
 
     Returns:
-        Length of the longest sequence, with its image placeholder expanded.
+        Length of the longest sequence, with its image placeholder expanded, and the number of
+        supervised tokens of each case.
 
     Raises:
         ValueError, OSError: the tokenizer cannot be loaded.
@@ -60,28 +62,18 @@ def write_cases(folder: Path, model: Path) -> int:
     tensors = {f"{case}/{name}": t for case, inputs in cases.items() for name, t in inputs.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / CASES_FILE)
-    return max(map(len, expanded))
-
-
-def count_supervised_tokens(folder: Path) -> dict[str, int]:
-    """Return the number of supervised tokens of each case in ``folder``."""
-    counts = {}
-    for key, tensor in load_file(folder / CASES_FILE).items():
-        case, _, name = key.partition("/")
-        if name == "labels":
-            counts[case] = int((tensor[:, 1:] != IGNORE_INDEX).sum())
-    return counts
+    labels = {case: inputs["labels"] for case, inputs in cases.items() if "labels" in inputs}
+    supervised = {case: int((x[:, 1:] != IGNORE_INDEX).sum()) for case, x in labels.items()}
+    return max(map(len, expanded)), supervised
 
 
 def _unexpand(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
-    """Replace the image tokens of each image by one placeholder token."""
-    sequence: list[int] = []
-    for token in ids:
-        if token != processor.image_token_id:
-            sequence.append(token)
-        elif sequence[-1] == collator.image_id:
-            sequence.append(collator.end_id)  # the published placeholder is <|endoftext|>
-    return sequence
+    """Replace the image tokens of each image by the published placeholder, <|endoftext|>."""
+    image, end = processor.image_token_id, collator.end_id
+    pairs = pairwise([end, *ids])
+    return [
+        end if now == image else now for before, now in pairs if (before, now) != (image, image)
+    ]
 
 
 def _left_padded_batch(

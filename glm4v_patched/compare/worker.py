@@ -8,6 +8,7 @@ safetensors and results as JSON, not as pickles, because the published code is n
 import json
 import sys
 import traceback
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,6 +30,10 @@ LANGUAGE_GRADIENTS = (
 # Logits are compared at the last positions only, which are never padding, because all logits of one
 # sequence would take half a GB.
 NUM_LAST_POSITIONS = 8
+# Our model's logits are computed with each rotation of channels (see original_rope of its config)
+# and with each kind of positions of an image's tokens.
+PAIRS, HALVES = ROTATIONS = ("neighboring pairs", "halves")
+SHARED, COUNTED = POSITIONS = ("shared", "counted")
 
 
 def run_job(job):
@@ -45,6 +50,12 @@ def run_job(job):
         case_results = results[case] = {}
         labels = inputs.pop("labels", None)
         record_result(case_results, "logits", logits, model.eval(), inputs, case, tensors)
+        if job["ours"] and case in ("text", "image"):
+            case_results["rotation"] = PAIRS if model.config.original_rope else HALVES
+            for rotation, positions in product(ROTATIONS, POSITIONS):
+                name = f"{case}, {rotation}, {positions}"
+                variant = model, inputs, name, tensors, rotation, positions
+                record_result(case_results, name, variant_logits, *variant)
         if labels is not None:
             arguments = dict(inputs, labels=labels)
             record_result(case_results, "loss", loss, model.train(), arguments, case, tensors)
@@ -104,6 +115,25 @@ def logits(model, inputs, case, tensors):
     return list(last.shape)
 
 
+def variant_logits(model, inputs, case, tensors, rotation, positions):
+    """Store the logits of our model with another rotation or other image positions."""
+
+    def count_positions(_, arguments):
+        position_ids, dtype = arguments
+        return torch.arange(position_ids.shape[1], device=position_ids.device)[None], dtype
+
+    original_rope = model.config.original_rope
+    model.config.original_rope = rotation == PAIRS
+    rotary = model.transformer.rotary_pos_emb
+    hook = rotary.register_forward_pre_hook(count_positions) if positions == COUNTED else None
+    try:
+        return logits(model, inputs, case, tensors)
+    finally:
+        model.config.original_rope = original_rope
+        if hook is not None:
+            hook.remove()
+
+
 def loss(model, inputs, case, tensors):
     """Store the gradients in ``tensors``, as fp32; return the loss."""
     model.zero_grad(set_to_none=True)
@@ -114,7 +144,7 @@ def loss(model, inputs, case, tensors):
             key = f"{case}/gradient/{name}"
             tensors[key] = parameter.grad.float().cpu().contiguous()
     model.zero_grad(set_to_none=True)
-    return float(value)
+    return float(value.detach())
 
 
 def generate_greedily(model, prompt, num_tokens, results):

@@ -191,7 +191,8 @@ def _all_measured_batches(
         if num_precheck is not None:
             limit = min(num_precheck, source.max_samples or num_precheck)
             source = replace(source, max_samples=limit)
-        yield from _measured_batches(iter(tqdm(iter_rows(source), **PROGRESS)), number, collator)
+        rows = tqdm(iter_rows(source), total=_count_rows(source), **PROGRESS)
+        yield from _measured_batches(iter(rows), number, collator)
 
 
 def _measured_batches(
@@ -211,22 +212,32 @@ def num_reading_processes(sources: DataSources) -> int:
     """Return how many processes read the sources: up to one per core if all are files with a row
     per line, else one. Each process would hold all of a JSON document, and downloads would be
     shared by none."""
-    useful_processes = 0
-    for source in sources:
-        path = Path(source.path)
-        has_lines = source.is_local and path.is_file() and file_kind(path) in LINE_KINDS
-        if source.allow_urls or not has_lines:
-            return 1
-        useful_processes += path.stat().st_size // BYTES_PER_PROCESS
+    if any(source.allow_urls or not _has_lines(source) for source in sources):
+        return 1
+    useful_processes = sum(os.path.getsize(source.path) // BYTES_PER_PROCESS for source in sources)
     return max(1, min(cores(), MAX_PROCESSES, useful_processes))
+
+
+def _has_lines(source: DataSource) -> bool:
+    """Return whether a source is a file with a row per line."""
+    return bool(source.is_local and source.files) and file_kind(Path(source.path)) in LINE_KINDS
+
+
+def _count_rows(source: DataSource) -> int | None:
+    """Return the number of rows of a source for a progress bar; None if rows have no lines, or the
+    file would have to be unpacked."""
+    if not _has_lines(source) or source.path.lower().endswith(COMPRESSED):
+        return source.max_samples
+    num_lines = count_lines(Path(source.path))
+    return min(num_lines, source.max_samples or num_lines)
 
 
 def _store_in_processes(
     sources: DataSources, collator: ConversationCollator, processes: int, folder: Path | None
 ) -> StoredRows:
     """Store the rows of sources; each of n processes reads and measures every n-th row."""
-    is_compressed = any(source.path.lower().endswith(COMPRESSED) for source in sources)
-    total = None if is_compressed else sum(count_lines(Path(source.path)) for source in sources)
+    counts = [*map(_count_rows, sources)]
+    total = None if None in counts else sum(filter(None, counts))
     with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as name:
 
         def store_shard(process: int, report: Callable[[int], None]) -> None:
@@ -255,31 +266,24 @@ def _report_sizes(
 
 def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:
     messages = [] if isinstance(row, RowProblem) else row.messages
-    text = ROW_ENCODER.encode(messages)
+    # The digest must not depend on the order of a message's keys. Keys inside of "tools" keep their
+    # order, in which the template writes them.
+    messages = [dict(sorted(message.items())) for message in messages]
+    text = digested = ROW_ENCODER.encode(messages)
+    if images := images_of(messages):
+        digested = ROW_ENCODER.encode(replace_images(messages, lambda path: ""))
     problem = row.text if isinstance(row, RowProblem) else find_length_problem(text)
     if problem is not None:  # Arrow refuses half of a surrogate pair
         text, problem = "", problem.encode("utf-8", "backslashreplace").decode()
     return {
         "messages": text,
-        "images": images_of(messages),
+        "images": images,
         "source": source,
         "line": row.line,
-        "digest": _digest_messages(messages),
+        "digest": hashlib.sha256(digested.encode()).digest(),  # of the row without its images
         "problem": problem,
         **dict.fromkeys(SampleSize._fields, 0),
     }
-
-
-def _digest_messages(messages: list[dict]) -> bytes:
-    """Return the sha256 of a conversation's JSON without its images.
-
-    The keys of messages are sorted. Keys inside of ``tools`` keep their order, because the template
-    writes them in that order.
-    """
-    if images_of(messages):
-        messages = replace_images(messages, lambda path: "")
-    messages = [dict(sorted(message.items())) for message in messages]
-    return hashlib.sha256(ROW_ENCODER.encode(messages).encode()).digest()
 
 
 def find_length_problem(text: str) -> str | None:
@@ -429,7 +433,7 @@ def _require_train_and_eval(
 
 def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, ImageCheck]:
     """Return the check of each image by its path, from the cache where possible."""
-    keys = {path: _image_key(path) for path in paths}
+    keys = {path: _image_key(path) for path in dict.fromkeys(paths)}
     checks: dict[str, ImageCheck] = {}
     unsaved: dict[str, Any] = {}
     cacheable_before = time.time_ns() - CLOCK_TICK_NS

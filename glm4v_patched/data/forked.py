@@ -1,8 +1,8 @@
 """Run one piece of work in several forked processes, each with its share."""
 
+import gc
 import multiprocessing
 import os
-import pickle
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import Synchronized
@@ -25,8 +25,8 @@ def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> Non
             call.
 
     Raises:
-        Exception: The first error that a process raised.
-        RuntimeError: A process was killed, or its error cannot be pickled.
+        OSError, RuntimeError, ValueError: The first of these errors that a process raised.
+        RuntimeError: A process was killed, or ended by another error, which it has printed.
     """
     context = multiprocessing.get_context("fork")
     num_finished = context.Value("q", 0)
@@ -73,6 +73,7 @@ def _join(process: Any, receiver: Any) -> None:
 def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any) -> None:
     # There is one process per core, so threads of tokenizers would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.freeze()  # the parent's objects are not searched for garbage, so their pages stay shared
 
     def report(items: int) -> None:
         with num_finished.get_lock():
@@ -81,10 +82,8 @@ def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any
     error: Exception | None = None
     try:
         work(number, report)
-    except Exception as caught:
-        error = caught
-    try:
-        pickle.loads(pickle.dumps(error))  # some errors can be pickled, but not be loaded again
-    except Exception:  # a class decides how it is pickled
-        error = RuntimeError(f"{type(error).__name__}: {error}")
+    except (OSError, RuntimeError, ValueError) as caught:
+        # Pickles of errors of other classes may not load.
+        kind = next(kind for kind in type(caught).__mro__ if kind.__module__ == "builtins")
+        error = caught if type(caught) is kind else kind(str(caught))
     sender.send(error)

@@ -45,10 +45,7 @@ TURN_CURES = {
 PREFERENCE_KEYS = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
 PREFERENCE_KEYS |= {"rejected_images", "preferred_output", "non_preferred_output"}
 PREFERENCES_CURE = "this is preference data, which TRL trains on (docs/frameworks.md)"
-BOXES_CURE = (
-    "write boxes as text, such as [[x0, y0, x1, y1]], in place of <bbox> (docs/questions.md, "
-    '"Does it know boxes?")'
-)
+BOXES_CURE = "set data.boxes, which says how boxes are read (docs/grounding.md)"
 OTHER_MEDIA_CURE = (
     "the model accepts only images: remove the row; if the key is empty in all rows, add it to "
     "data.ignore"
@@ -148,16 +145,8 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         ValueError: The row has a key that the format does not have, or a required key is missing.
     """
     row_format = ROW_FORMATS[name]
-    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
-    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
-    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
-    if isinstance(row.get("label"), bool):  # KTO's
-        cures["label"] = PREFERENCES_CURE
-    if all(row.get(key) is None for key in ROW_IMAGES):
-        cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
-    refuse_keys(
-        (k for k in row if k not in TOOL_COLUMNS), row_format.keys, "a row", cures, IGNORE_CURE
-    )
+    if not row.keys() <= {*row_format.keys}:
+        _refuse_other_keys(row, row_format)
     if row_format.needs[0] not in row:
         raise ValueError(f'the key "{row_format.needs[0]}" is missing')
     image_keys = [key for key in ROW_IMAGES if row.get(key) is not None]
@@ -183,6 +172,18 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
     if row.get("system") is None:
         present.pop("system", None)
     return read_columns(row, present | {"image": image_keys}, IGNORED_TURN_KEYS)
+
+
+def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
+    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
+    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
+    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
+    if isinstance(row.get("label"), bool):  # KTO's
+        cures["label"] = PREFERENCES_CURE
+    if all(row.get(key) is None for key in ROW_IMAGES):
+        cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
+    keys = (key for key in row if key not in TOOL_COLUMNS)
+    refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
 
 
 def _prompt_and_completion(row: dict) -> list:

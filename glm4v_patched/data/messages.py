@@ -66,6 +66,7 @@ IMAGE_PLACEHOLDER_RE = re.compile(
     r"|<img>[^<]*+</img>",
     re.IGNORECASE,
 )
+BRACKET_RE = re.compile(r"[<\[&]")  # a placeholder begins with one of them; found in no time
 # Qwen-VL's images, with the words that its tokenizer puts before each.
 QWEN_IMAGE_RE = re.compile(r"(?:Picture \d+:\s*)?<img>([^<\s][^<]*+)</img>", re.IGNORECASE)
 # The placeholders <image> at the beginning and at the end of a text.
@@ -220,7 +221,7 @@ def _draft_message(message: Any) -> Draft:
         images += part_images
     if not isinstance(draft["content"], str):
         raise ValueError(f"content is {describe_value(draft['content'])}; expected text")
-    if role == "user":
+    if role == "user" and "<" in draft["content"]:
         images += QWEN_IMAGE_RE.findall(draft["content"])
         draft["content"] = QWEN_IMAGE_RE.sub("<image>", draft["content"])
     if "tools" in message:
@@ -362,7 +363,8 @@ def _finish_message(draft: Draft) -> dict:
         )
     message = message | {"content": text}
     # Image paths are not checked, because the name of a file may consist of any bytes.
-    if half := SURROGATE_RE.search(MESSAGE_ENCODER.encode(message)):
+    characters = MESSAGE_ENCODER.encode(message) if "tools" in message else text
+    if half := SURROGATE_RE.search(characters + message.get("metadata", "")):
         raise ValueError(
             f"contains {ascii(half[0])}, half of a surrogate pair and not a character: add the "
             "other half, or remove it"
@@ -377,7 +379,7 @@ def _finish_message(draft: Draft) -> dict:
 
 def _strip_image_placeholders(content: str, role: str, num_images: int) -> str:
     """Return the text without the image placeholders at its beginning or end."""
-    placeholders = IMAGE_PLACEHOLDER_RE.findall(content)
+    placeholders = IMAGE_PLACEHOLDER_RE.findall(content) if BRACKET_RE.search(content) else []
     if not placeholders:
         return content
     counts = f"image placeholders: {len(placeholders)} ({placeholders[0]}), images: {num_images}"

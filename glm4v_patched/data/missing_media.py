@@ -51,8 +51,8 @@ MEDIA_PLACEHOLDERS = (
         rf"<\|/?(?:\w{{1,8}}_of_)?(?:{_BOX_WORDS})(?:_\w{{1,12}})?\|>|<bbox>|<ref-object>"
         r"|<(?:loc|seg|bin|patch_index)_?\d{1,6}>",
         f"<(?:{_BOX_WORDS})>",
-        "replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]] "
-        '(docs/questions.md, "Does it know boxes?")',
+        "replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]]; for "
+        "ms-swift's objects, set data.boxes (docs/grounding.md)",
     ),
     MediaPlaceholder(
         "a video",
@@ -132,7 +132,7 @@ def _find_placeholder_problem(text: str, row: dict) -> str | None:
     """Return which word of a text stands for content that the sample lacks, or None."""
     if "&lt;" in text:
         text = text.replace("&lt;", "<").replace("&gt;", ">")
-    if not re.search(_WORDS_RE, text, re.IGNORECASE):
+    if "<" not in text or not re.search(_WORDS_RE, text, re.IGNORECASE):
         return None
     without_code = CODE_RE.sub("`", text)
     for kind, certain in _CERTAIN_PATTERNS.items():

@@ -7,12 +7,13 @@ folders and data sets of the Hub.
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
+from .boxes import convert_boxes, spell_boxes
 from .columns import EMPTY_CELL, describe_unnamed_columns, find_unnamed_columns, named_columns
 from .folders import hub_cache_folder
 from .formats import (
@@ -153,11 +154,15 @@ def iter_rows(
     if problem := find_source_problem(source):  # before it is opened: a pipe would block
         raise ValueError(f"{source.path}: {problem}")
     reader, number = _RowReader(source, for_training), -1
-    for number, (line, row) in enumerate(islice(_raw_rows(source), source.max_samples)):
-        is_in_shard = number % shard[1] == shard[0]
-        if is_in_shard or not reader.has_fixed_format:
+
+    def is_needed(number: int) -> bool:
+        return number % shard[1] == shard[0] or not reader.has_fixed_format
+
+    rows = islice(_raw_rows(source, is_needed), source.max_samples)
+    for number, (line, row) in enumerate(rows):
+        if is_needed(number):
             result = reader.read(line, row)
-            if is_in_shard:
+            if number % shard[1] == shard[0]:
                 yield result
     if number < 0:
         raise ValueError(f"{source.path}: it contains 0 rows; expected at least 1")
@@ -211,6 +216,11 @@ class _RowReader:
         messages, images = self._messages_and_images(row)
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
+        if self.source.boxes:
+            is_swift = not self.source.columns and "objects" not in self.source.ignore
+            objects = row.get("objects") if is_swift else None
+            stated_size = row.get("width"), row.get("height")
+            checked = convert_boxes(checked, self.source.boxes, objects, stated_size)
         require_no_missing_media(row, checked, self.source, self.files)
         return checked
 
@@ -218,13 +228,16 @@ class _RowReader:
         row = {key: value for key, value in raw.items() if key not in self.source.ignore}
         if columns := self.source.columns:
             row = {key: None if value is EMPTY_CELL else value for key, value in row.items()}
-            result = read_columns(row, columns, self.source.ignore)
+            values = spell_boxes(row) if self.source.boxes else row
+            result = read_columns(values, columns, self.source.ignore)
             if unnamed := tuple(find_unnamed_columns(row, self.named)):
                 raise ValueError(
                     self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
                 )
             return result
         row = {key: value for key, value in row.items() if value is not EMPTY_CELL}
+        if self.source.boxes:
+            row.pop("objects", None)  # replaces placeholders later
         self.format = self.format or find_format(row)
         if self.format is None:
             keys = tuple(raw)
@@ -232,11 +245,15 @@ class _RowReader:
         return read_row_as(self.format, row)
 
 
-def _raw_rows(source: DataSource) -> NumberedRows:
-    """Yield the line of each row and its value as stored in the file, or its problem."""
+def _raw_rows(source: DataSource, is_needed: Callable[[int], bool]) -> NumberedRows:
+    """Yield the line of each row and its value as stored in the file, or its problem.
+
+    Args:
+        is_needed: As in :func:`read_text`.
+    """
     path = Path(source.path)
     if source.is_local and path.is_file() and (kind := file_kind(path)) != "table":
-        return read_text(source, kind)
+        return read_text(source, kind, is_needed)
     from .tables import read_table  # imports pyarrow
 
     return read_table(source)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import expand_path, is_within
+from .boxes import BOX_FORMATS
 from .columns import IMAGE_SUFFIXES, find_columns_problem, named_columns
 from .folders import matches_pattern
 from .formats import ROW_FORMATS
@@ -50,6 +51,8 @@ class DataSource:
         allow_urls: Whether images may be downloaded over http(s).
         columns: Which columns are the question, the answer and the images (:mod:`columns`).
         max_samples: Read only this many rows, from the start.
+        boxes: The unit and order of the numbers of boxes (:data:`boxes.BOX_FORMATS`), which are
+            converted to thousandths; None leaves texts as they are.
     """
 
     path: str
@@ -64,6 +67,7 @@ class DataSource:
     allow_urls: bool = False
     columns: Mapping[str, Any] | None = None
     max_samples: int | None = None
+    boxes: str | None = None
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -221,6 +225,7 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "allow_urls": (lambda value: isinstance(value, bool), "true or false"),
     "max_samples": (lambda value: type(value) is int and value > 0, "an integer above 0"),
+    "boxes": (lambda value: value is None or value in BOX_FORMATS, ", ".join(BOX_FORMATS)),
 }
 
 

@@ -17,7 +17,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, count
@@ -91,19 +91,23 @@ NumberedRows = Iterator[tuple[int, Any]]
 a :class:`RowProblem`."""
 
 
-def read_text(source: DataSource, kind: str) -> NumberedRows:
+def read_text(
+    source: DataSource, kind: str, is_needed: Callable[[int], bool] = lambda row: True
+) -> NumberedRows:
     """Yield the rows of a text file.
 
     Args:
         kind: The kind of the file, from :func:`file_kind`.
+        is_needed: Whether a row, by its number from 0, is needed. Other JSON lines are not parsed,
+            and their value is None.
 
     Raises:
         ValueError: The file cannot be read.
     """
     path = Path(source.path)
-    readers = {
+    readers: dict[str, Callable[[Path], NumberedRows]] = {
         "CSV": _read_csv,
-        "JSON lines": _read_json_lines,
+        "JSON lines": partial(_read_json_lines, is_needed=is_needed),
         "JSON array": _read_json_array,
         "JSON object": _read_json_object,
     }
@@ -304,18 +308,20 @@ def find_encoding_problem(text: str) -> str | None:
     return f"character {position} is the byte 0x{byte:02x}, {cure}"
 
 
-def _read_json_lines(path: Path) -> NumberedRows:
-    reader = _JsonReader()
+def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRows:
+    reader, row_numbers = _JsonReader(), count()
     # splitlines() would also split at line separators inside of JSON strings.
     with open_text(path) as lines:
         read_line = partial(lines.readline, MAX_CHARACTERS)
         for line, text in enumerate(iter(read_line, ""), start=1):
             if len(text) == MAX_CHARACTERS and text[-1] != "\n":
+                next(row_numbers)
                 yield line, RowProblem(line, TOO_LONG)
                 while text and text[-1] != "\n":
                     text = read_line()
             elif text.strip():
-                yield line, _parse_json_line(line, text, reader)
+                parse = is_needed(next(row_numbers))
+                yield line, _parse_json_line(line, text, reader) if parse else None
 
 
 def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:

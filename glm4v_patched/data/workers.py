@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..cpu import cores
+
 MAX_WORKERS = 8
 BATCHES_AHEAD = 2
 """Batches that each worker prefetches."""
@@ -80,10 +82,3 @@ def workers_that_fit(workers: int, processes: int, images: int, side: int = 1120
     # Each worker decodes one more batch while its prefetched ones wait.
     needed = batch * (BATCHES_AHEAD + 1) * processes
     return min(workers, free // 2 // needed) if needed else workers
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

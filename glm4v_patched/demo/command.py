@@ -2,7 +2,7 @@
 
 1. Draw a data set of images with questions, and write it to files.
 2. Save a tiny model with random weights, and train it from those files on several processes with
-   DeepSpeed ZeRO-3, bf16 and activation checkpointing.
+   DeepSpeed ZeRO-3 and activation checkpointing.
 3. Load the saved models in a fresh process that cannot import this package, and let them answer
    questions about unseen images: before training, after it, and with the images swapped.
 """
@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from transformers.utils.logging import disable_progress_bar
 
 from ..atomic import write_atomically
-from ..data.rows import read_conversations, write_conversations
+from ..data.rows import DataSource, read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
@@ -29,17 +29,19 @@ from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_image_files, make_question
-from ..inference.scoring import exact_match, swap_images
+from ..inference.scoring import mean_score, swap_images
 from ..models.placement import Device, Placement, place_processes
-from .images import draw_data_set
+from ..terminal_text import pluralize, show_progress, write_line
+from .images import TASKS, draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
-MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
+# Steps of few samples would cost more: the time of a step is mostly that of DeepSpeed's own code.
+MICRO_BATCH, LEARNING_RATE, SEED = 32, 2e-3, 0
 ZERO_STAGE: Final = 3
 # Files and folders that the demo writes. MARKER_FILE beside them shows that a demo wrote them.
-OUTPUT_NAMES = ["data", "initial", "trained", "requests.json", "replies.json"]
-OUTPUT_NAMES += ["loss.png", "answers.png", "metrics.json"]
+EXCHANGED = ["requests.json", "replies.json"]  # with the process that answers
+OUTPUT_NAMES = ["data", "initial", "trained", *EXCHANGED, "loss.png", "answers.png", "metrics.json"]
 MARKER_FILE = "demo.txt"
 # Runs as a script and is never imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
@@ -55,20 +57,21 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
     """
     gpus = find_gpus()
     if device is None and not gpus.devices:
-        print(f"the demo runs on the CPU, because there is no GPU: {gpus.reason}", flush=True)
+        write_line(f"the demo runs on the CPU, because there is no GPU: {gpus.reason}")
         device = "cpu"
     if processes is None:
         processes = 1 if device != "cpu" and len(gpus) == 1 else 2
     return place_processes(processes, device or "cuda")
 
 
-def run_demo(out: Path, placement: Placement, steps: int) -> dict:
+def run_demo(out: Path, placement: Placement, steps: int, task: str = "shapes") -> dict:
     """Run the demo, and return the figures that it also writes to ``out/metrics.json``.
 
     Args:
         out: Folder of all outputs; files of an earlier demo are overwritten.
         placement: Processes and device.
         steps: Training steps.
+        task: What the model learns, a key of :data:`TASKS`.
 
     Raises:
         ValueError: The demo would overwrite a file in ``out`` that no demo has written.
@@ -79,7 +82,7 @@ def run_demo(out: Path, placement: Placement, steps: int) -> dict:
         out = out.resolve()
         _require_replaceable(out)
         (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
-        return _train_and_evaluate(out, placement, steps)
+        return _train_and_evaluate(out, placement, steps, task)
 
 
 def _require_replaceable(out: Path) -> None:
@@ -98,39 +101,63 @@ def _require_replaceable(out: Path) -> None:
             )
 
 
-def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
+def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
     started = time.time()
+    command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGED)]
+    # It imports torch now, while a core is idle, and answers when its stdin closes.
+    pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, **pipe) as fresh_process:
+        try:
+            return _train_and_ask(out, placement, steps, task, fresh_process, started)
+        except BaseException:
+            fresh_process.kill()
+            raise
+
+
+def _train_and_ask(
+    out: Path,
+    placement: Placement,
+    steps: int,
+    task: str,
+    fresh_process: subprocess.Popen,
+    started: float,
+) -> dict:
     disable_progress_bar()  # loading a tiny model needs none
-    train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED)
-    held_out = read_conversations(_write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
-    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
-    print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
+    train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED, task)
+    held_out_file = _write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1, task)
+    boxes = "pixels_xyxy" if task == "boxes" else None
+    train, held_out = (
+        read_conversations(DataSource(str(path), boxes=boxes))
+        for path in (train_file, held_out_file)
+    )
+    build_from_scratch(out / "initial", train, SEED)
+    write_line(f"data: {train_file}, {len(held_out)} conversations held out")
 
     recipe = Recipe(
         model=str(out / "initial"),
         out=str(out / "trained"),
-        data=Data(train=str(train_file)),
+        data=Data(train=str(train_file), boxes=boxes),
         # Full checkpointing is set, because "auto" would choose none for such a small model.
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process takes the batch of two: 300 steps of half a batch are too few.
+            # A single process takes the batch of two: steps of half a batch are too few.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
         ),
     )
-    processes = f"{placement.processes} process{'es' * (placement.processes != 1)}"
-    print(
-        f"training {steps} steps on {processes}, ZeRO-{ZERO_STAGE}, bf16, activation checkpointing",
-        flush=True,
+    write_line(
+        f"training {pluralize(steps, 'step')} on {pluralize(placement.processes, 'process')}, "
+        f"ZeRO-{ZERO_STAGE}, activation checkpointing"
     )
     launch(resolve_recipe(recipe), placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
     questions = [make_question(index, messages) for index, messages in enumerate(held_out)]
     swapped = swap_images(questions, digest_image_files(questions))
-    before, after, after_swapped = _answer_in_fresh_process(
+    before, after, after_swapped = _ask(
+        fresh_process,
         out,
         [
             (out / "initial", questions),
@@ -140,10 +167,11 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     )
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
+    score = TASKS[task][1]
     metrics = {
-        "accuracy_before": _accuracy(before, questions),
-        "accuracy_after": _accuracy(after, questions),
-        "accuracy_swapped": _accuracy(after_swapped, swapped),
+        f"{score}_before": _mean_score(task, before, questions),
+        f"{score}_after": _mean_score(task, after, questions),
+        f"{score}_swapped": _mean_score(task, after_swapped, swapped),
         "seconds": round(time.time() - started, 1),
         "world_size": report["world_size"],
         "zero_stage": ZERO_STAGE,
@@ -156,33 +184,33 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     return metrics
 
 
-def _write_data_set(folder: Path, name: str, number: int, seed: int) -> Path:
+def _write_data_set(folder: Path, name: str, number: int, seed: int, task: str) -> Path:
     """Write ``number`` conversations and their images, and return the file of conversations."""
-    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
+    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE, task)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 
 
-def _answer_in_fresh_process(
-    out: Path, requests: list[tuple[Path, list[Question]]]
+def _ask(
+    fresh_process: subprocess.Popen, out: Path, requests: list[tuple[Path, list[Question]]]
 ) -> list[list[str]]:
     """Return the answers to each list of questions by the model in its folder."""
-    request_file, reply_file = out / "requests.json", out / "replies.json"
+    request_file, reply_file = (out / name for name in EXCHANGED)
     serialized = [
         {"model": str(folder), "prompts": [question.prompt for question in questions]}
         for folder, questions in requests
     ]
     request_file.write_text(json.dumps(serialized))
-    command = [sys.executable, str(ANSWER_SCRIPT), str(request_file), str(reply_file)]
-    done = subprocess.run(command, check=False)
-    if done.returncode:
+    with show_progress("loading the saved model in a fresh process, and asking it"):
+        fresh_process.communicate()
+    if fresh_process.returncode:
         raise RuntimeError(
             f"the process that answers with the saved model failed with exit status "
-            f"{done.returncode}; its error is printed above (its questions: {request_file})"
+            f"{fresh_process.returncode}; its error is printed above (questions: {request_file})"
         )
     return json.loads(reply_file.read_text())
 
 
-def _accuracy(answers: list[str], questions: list[Question]) -> float:
-    is_right = [exact_match(a, q.reference or "") for a, q in zip(answers, questions, strict=True)]
-    return round(sum(is_right) / len(is_right), 4)
+def _mean_score(task: str, answers: list[str], questions: list[Question]) -> float | None:
+    pairs = zip(answers, (question.reference or "" for question in questions), strict=True)
+    return mean_score(*TASKS[task][1:], pairs)

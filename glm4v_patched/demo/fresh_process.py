@@ -2,7 +2,7 @@
 
 The demo runs this script in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. The
 script first makes the package unimportable, so a model that works here works for everybody who
-downloads its folder. The file ``REQUESTS`` has the JSON
+downloads its folder. When its standard input closes, the file ``REQUESTS`` has the JSON
 ``[{"model": folder, "prompts": [messages, ...]}, ...]``, and the script writes
 ``[[answer, ...], ...]`` to the file ``ANSWERS``.
 """
@@ -47,6 +47,7 @@ def answer_prompts(folder: str, prompts: list[list[dict]]) -> list[str]:
 
 if __name__ == "__main__":
     disable_progress_bar()  # loading a tiny model needs none
+    sys.stdin.read()  # until the requests are written
     requests = json.loads(Path(sys.argv[1]).read_text())
     replies = [answer_prompts(request["model"], request["prompts"]) for request in requests]
     Path(sys.argv[2]).write_text(json.dumps(replies, ensure_ascii=False))

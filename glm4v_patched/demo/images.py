@@ -1,9 +1,12 @@
-"""The demo's data set: images of one colored shape, with a question about each."""
+"""The demo's data sets: images of one colored shape, with a question about each."""
 
 import random
 from pathlib import Path
 
 from PIL import Image, ImageDraw
+
+from ..inference.grounding import box_iou
+from ..inference.scoring import exact_match
 
 COLORS = {
     "red": (214, 39, 40),
@@ -19,9 +22,20 @@ QUESTIONS = {
     "Which shape is it?": "{shape}",
     "What do you see?": "a {color} {shape}",
 }
+BOX_QUESTIONS = {"Where is it?": "{box}", "Where is the {shape}?": "{box}"}
+TASKS = {
+    "shapes": (QUESTIONS, "accuracy", exact_match),
+    "boxes": (BOX_QUESTIONS, "iou", box_iou),
+}
+"""The data sets by name: questions with their answers, and the name and function of the score."""
+GRID_UNITS = 8
+"""Units per side of the grid on which shapes of the task "boxes" lie, so that a few hundred steps
+suffice to learn to point."""
 
 
-def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[dict]]:
+def draw_data_set(
+    folder: Path, number: int, seed: int, side: int, task: str = "shapes"
+) -> list[list[dict]]:
     """Draw images and return a conversation about each.
 
     Args:
@@ -29,32 +43,45 @@ def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[
         number: The number of images.
         seed: Seed of colors, shapes and questions.
         side: Width and height of the images, in pixels.
+        task: A key of :data:`TASKS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
+    rng, questions = random.Random(seed), TASKS[task][0]
     conversations = []
     for index in range(number):
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
-        question = rng.choice(list(QUESTIONS))
+        question = rng.choice(list(questions))
         path = folder / f"{index:05}.png"
-        draw_shape(color, shape, side, rng).save(path)
-        answer = QUESTIONS[question].format(color=color, shape=shape)
+        image, box = draw_shape(color, shape, side, rng, GRID_UNITS if task == "boxes" else None)
+        image.save(path)
+        words = {"color": color, "shape": shape, "box": f"[{[*box]}]"}
+        answer = questions[question].format(**words)
         conversations.append(
             [
-                {"role": "user", "image": str(path), "content": question},
+                {"role": "user", "image": str(path), "content": question.format(**words)},
                 {"role": "assistant", "content": answer},
             ]
         )
     return conversations
 
 
-def draw_shape(color: str, shape: str, side: int, rng: random.Random) -> Image.Image:
-    """Draw a shape of random size and position on a dark background."""
+def draw_shape(
+    color: str, shape: str, side: int, rng: random.Random, grid_units: int | None = None
+) -> tuple[Image.Image, tuple[float, ...]]:
+    """Draw a shape of random size and position on a dark background; return its box in pixels, too.
+
+    Without ``grid_units`` the shape nearly fills the image.
+    """
     background = tuple(rng.randint(0, 40) for _ in range(3))
     image = Image.new("RGB", (side, side), background)
     draw = ImageDraw.Draw(image)
-    size = rng.uniform(0.82, 0.92) * side
-    x0, y0 = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
+    if grid_units is None:
+        size = rng.uniform(0.82, 0.92) * side
+        x0, y0 = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
+    else:
+        unit, num_units = side // grid_units, rng.randint(3, 5)
+        size = unit * num_units
+        x0, y0 = (unit * rng.randint(0, grid_units - num_units) for _ in range(2))
     x1, y1 = x0 + size, y0 + size
     fill = COLORS[color]
     if shape == "circle":
@@ -67,4 +94,4 @@ def draw_shape(color: str, shape: str, side: int, rng: random.Random) -> Image.I
         arm = size / 3
         draw.rectangle((x0, y0 + arm, x1, y1 - arm), fill=fill)
         draw.rectangle((x0 + arm, y0, x1 - arm, y1), fill=fill)
-    return image
+    return image, (x0, y0, x1, y1)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import GenerationConfig
@@ -15,7 +15,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.image_processing_chatglm import ChatGLMImageProcessor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..remote.tokenization_chatglm import SPLIT_PATTERN, ChatGLM4Tokenizer
+from ..remote.tokenization_chatglm import ChatGLM4Tokenizer, build_pre_tokenizer
 
 IMAGE_SIDE = 56
 PATCH_SIDE = 14
@@ -54,12 +54,7 @@ def build_processor(
         max_length: The tokenizer's maximum length, in tokens.
     """
     bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    bpe.pre_tokenizer = build_pre_tokenizer()
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(

@@ -15,6 +15,7 @@ from ..finetune.recipe.file import RecipeError
 from ..finetune.run_folder import require_lockable, require_usable
 from ..models.base import ModelSource
 from ..models.placement import Device
+from ..terminal_text import pluralize
 from .findings import FAILS, OK, WARNING, Finding, finding_from_error
 
 # Exceptions that a user's mistake raises, and those that loading a damaged tokenizer raises.
@@ -51,8 +52,7 @@ def check_recipe(
 
     try:
         recipe, placement = validate_recipe(path, overrides, processes, device)
-        count = placement.processes
-        text = f"{path} is valid, for {count} process{'es' * (count != 1)}"
+        text = f"{path} is valid, for {pluralize(placement.processes, 'process')}"
         findings.append(Finding("recipe", OK, text))
     except RecipeError as error:
         findings += [finding_from_error("recipe", FAILS, line) for line in str(error).splitlines()]

@@ -9,6 +9,8 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import IO
 
+from ..cpu import cores
+
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -79,7 +81,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
     Args:
         processes: Training processes on this machine, which share its cores.
     """
-    threads = max((os.cpu_count() or 1) // processes, 1)  # for an offloaded optimizer
+    threads = max(cores() // processes, 1)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

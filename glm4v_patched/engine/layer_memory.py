@@ -76,7 +76,7 @@ def uses_autocast(options: EngineOptions) -> bool:
 
     Training in bf16 without ZeRO runs under autocast.
     """
-    return options.zero_stage == 0 and options.precision == "bf16"
+    return options.zero_stage == 0 and options.precision != "fp32"
 
 
 def norm_dtype_factor(options: EngineOptions) -> int:

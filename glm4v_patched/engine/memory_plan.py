@@ -28,6 +28,7 @@ from .layer_memory import (
 from .options import (
     ALL_WEIGHTS,
     EngineOptions,
+    choose_precision,
     is_lora,
     trained_parts,
     trains_tower,
@@ -105,6 +106,8 @@ def decide_options(
         steps: Steps of the training; None for many, for which compiling pays.
     """
     usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
+    if options.precision == "auto":
+        options = replace(options, precision=choose_precision(on_cpu=not free)[0])
     if options.compile == "auto":
         pays = steps is None or steps >= MIN_STEPS_TO_COMPILE
         # bitsandbytes's 4-bit layers are not compiled.

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 from transformers import TrainerCallback
 
+from ..terminal_text import write_line
 from .divergence import CHECK_INTERVAL, NoResult, max_over_processes
 
 MAX_PRINTED = 20
@@ -84,4 +84,4 @@ class BadRowTracker(TrainerCallback):
 
     def _print(self, problems: list[str]) -> None:
         for problem in problems:
-            tqdm.write(f"skipped: {problem}")
+            write_line(f"skipped: {problem}")

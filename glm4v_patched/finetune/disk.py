@@ -105,7 +105,8 @@ def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int
     total, trained = sum(count_parameters(config)), count_trained(config, options)
     adapters = count_lora(config, options)
     frozen = 0 if is_lora(options.trained) else total - trained  # LoRA saves the adapters alone
-    element_size = 2 if options.precision == "bf16" else FP32_BYTES
+    # "auto", in the check before the rows are read, counts as bf16: no run needs less.
+    element_size = FP32_BYTES if options.precision == "fp32" else 2
     moments = MOMENT_8BIT_BYTES if options.optimizer == "adamw_8bit" else MOMENT_BYTES
     model = (adapters or total) * element_size
     if options.zero_stage == 0:  # weights are trained in fp32, and rounded only at the end

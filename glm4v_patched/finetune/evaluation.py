@@ -15,6 +15,7 @@ from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Generation, make_question
 from ..inference.scoring import exact_match
 from ..models.loading import LoadedModel
+from ..terminal_text import show_progress
 
 
 @contextmanager
@@ -78,11 +79,13 @@ class EvalGenerations:
             with in_eval_mode(model):
                 loaded = LoadedModel(model, self.processor)
                 answerer = Answerer(loaded, self.generation, check_finite=False)
-                answers = [
-                    answer.text
-                    for batch in split_into_batches(self.questions, self.batch_size)
-                    for answer in answerer.answer([question.prompt for question in batch])
-                ]
+                answers: list[str] = []
+                total = len(self.questions)
+                with show_progress("generating answers", draws, total) as progress:
+                    for batch in split_into_batches(self.questions, self.batch_size):
+                        prompts = [question.prompt for question in batch]
+                        answers += [answer.text for answer in answerer.answer(prompts)]
+                        progress.update(len(batch))
         finally:
             model.generation_config = own_config
         if draws:

@@ -18,8 +18,16 @@ from ..engine.environment import (
 )
 from ..models.base import pin_revision, read_report, require_recorded_base
 from ..models.check_weights import require_complete_model
+from ..models.find import note_assumptions
 from ..models.placement import Placement
-from ..terminal_text import own_command, pluralize, printable, show_progress
+from ..terminal_text import (
+    no_progress,
+    own_command,
+    pluralize,
+    printable,
+    show_progress,
+    write_line,
+)
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
 from .job import Job
 from .run_folder import (
@@ -80,7 +88,7 @@ def launch(
     start = resume, overwrite, accept_changed_data
     with prepared(job, placement, *start, writes=not dry_run) as plan:
         if dry_run:
-            print("nothing was trained, and nothing written (--dry-run)", flush=True)
+            write_line("nothing was trained, and nothing written (--dry-run)")
         else:
             _run_training(plan)
 
@@ -147,14 +155,12 @@ def _decide(
     with show_progress("reading rows and images"):
         checked = check_data(job)
     plan = make_plan(job, placement, checked, checkpoint, accept)
-    print(printable(describe_plan(plan, checked), allow="\n\t"), flush=True)
+    write_line(printable(describe_plan(plan, checked), allow="\n\t"))
     plan.require_memory_and_disk()
     if checkpoint is not None:
-        print(f"training resumes from {checkpoint}, after step {plan.steps_done}", flush=True)
+        write_line(f"training resumes from {checkpoint}, after step {plan.steps_done}")
     elif resume:
-        print(
-            f"no complete checkpoint in {job.out}: training starts from the beginning", flush=True
-        )
+        write_line(f"no complete checkpoint in {job.out}: training starts from the beginning")
     return plan, checked, remove
 
 
@@ -185,6 +191,8 @@ def require_model(job: Job) -> Job:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 
         require_adapters(base)
+    else:
+        note_assumptions(base)
     return job.with_base(base)
 
 
@@ -208,7 +216,7 @@ def _run_training(plan: "Plan") -> None:
     settings = f" (settings: {recipe})"
     if error := read_report(recipe.parent).get("error"):
         raise RuntimeError(error + settings + _how_to_resume(plan) * plan.is_streamed)
-    where = pluralize(processes, "process", "processes")
+    where = pluralize(processes, "process")
     raise RuntimeError(f"training on {where} failed: {failure}{settings}{_how_to_resume(plan)}")
 
 
@@ -230,7 +238,7 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
     Returns:
         How a process failed, after which the others are killed; "" if none failed.
     """
-    with _signals_as_exceptions():
+    with _signals_as_exceptions(), no_progress():  # the processes print theirs
         # A training process ends when its stdin closes, whose other end only this process holds. It
         # leads a process group, so Ctrl-C does not reach it, and its children are killed with it.
         processes = [

@@ -29,7 +29,7 @@ from ..engine.memory_plan import (
     estimate_peak_bytes,
     min_free_gpu_memory,
 )
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, Precision, choose_precision
 from ..models.base import ModelSource, identify, read_report
 from ..models.loading import load_model_config, load_processor
 from ..models.placement import Placement
@@ -68,6 +68,7 @@ class Plan:
         data: Digest of the checked data (:func:`digest_data`).
         placement: The processes and their devices.
         options: Options of the engine, without "auto".
+        precision_reason: Why ``options.precision`` was chosen; "" if the recipe or a GPU decides.
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
         reuse_features: Whether to cache the features of images, or the folder of that cache.
         answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
@@ -93,6 +94,7 @@ class Plan:
     data: str
     placement: Placement
     options: EngineOptions
+    precision_reason: str
     stream_buffer: int | None
     reuse_features: bool | str
     answers: tuple[int, int]
@@ -188,7 +190,7 @@ class Plan:
         """
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if processes != self.placement.processes:
-            planned = pluralize(self.placement.processes, "process", "processes")
+            planned = pluralize(self.placement.processes, "process")
             raise ValueError(
                 f"the run was planned for {planned}, and {processes} take part: start the training "
                 "again"
@@ -237,7 +239,9 @@ def make_plan(
     local_world_size = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
     free = apply_memory_limit(free, job.options.memory_limit)
-    options = decide_options(config, job.options, batch, free, steps)
+    precision, reason = _choose_precision(job.options.precision, placement.on_cpu, checkpoint)
+    undecided = replace(job.options, precision=precision)
+    options = decide_options(config, undecided, batch, free, steps)
     images_per_batch = int(batch.images_per_sequence) * batch.num_sequences
     arguments = training_arguments(
         job,
@@ -261,10 +265,11 @@ def make_plan(
         data=digest_data(checked),
         placement=placement,
         options=options,
+        precision_reason=reason,
         stream_buffer=job.data.shuffle_buffer if job.data.is_streamed else None,
         reuse_features=job.data.reuse_features,
         answers=(job.data.eval_answers, job.data.eval_max_new_tokens),
-        settings=job.settings(placement.processes),
+        settings=job.settings(placement.processes) | {"engine.precision": precision},
         length=trainer.length,
         ignored_epochs=trainer.ignored_epochs,
         public_values=job.public_values,
@@ -281,6 +286,19 @@ def make_plan(
         return plan
     changes = data_changes(checkpoint, plan.fingerprint(checked).rows, accept_changed_data)
     return replace(plan, changes=tuple(changes))
+
+
+def _choose_precision(
+    precision: Precision, on_cpu: bool, checkpoint: Path | None
+) -> tuple[Precision, str]:
+    """Return the precision of a run, and why it was chosen if the recipe leaves it open."""
+    if precision != "auto":
+        return precision, ""
+    chosen, reason = choose_precision(on_cpu)
+    if checkpoint is None:
+        return chosen, reason
+    saved = read_checkpoint_manifest(checkpoint)["settings"]["engine.precision"]
+    return saved, reason if saved == chosen else f"as in {checkpoint.name}"
 
 
 def digest_data(checked: CheckedData) -> str:
@@ -321,6 +339,8 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
     length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
     if is_longer({name: saved[name] for name in length if name in saved}, length):
         settings |= {name: saved[name] for name in length}
+    if job.options.precision == "auto":  # the checkpoint decides, whatever this CPU is fast in
+        settings["engine.precision"] = saved.get("engine.precision")
     require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
 

@@ -1,4 +1,4 @@
-"""The progress of a training: a line for each log step, a progress bar, and ``loss.png``."""
+"""The progress of a training: a line for each log step, and ``loss.png``."""
 
 import importlib.util
 import logging
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import TrainerCallback
 
-from ..terminal_text import show_progress
+from ..terminal_text import Activity, show_progress, write_line
 from .checkpoints import checkpoint_step, list_checkpoints
 from .plots import plot_loss
 from .run_folder import PLOT
@@ -38,13 +37,12 @@ def _is_not_alignment(record: logging.LogRecord) -> bool:
 class Progress(TrainerCallback):
     """Prints a line for each log entry, draws ``loss.png``, and measures speed and memory.
 
-    A terminal shows a progress bar below the lines. ``loss.png`` is redrawn at most twice a minute,
-    and at the end.
+    ``loss.png`` is redrawn at most twice a minute, and at the end.
 
     Args:
         batch: Samples in an optimizer step of all processes; their mean if samples are packed.
+        activity: Counts the steps.
         compiles: Whether the first step compiles the layers, which may take a minute.
-        shows_bar: Whether to show the bar.
         has_epochs: Whether the data has an end, unlike a stream.
     """
 
@@ -54,14 +52,13 @@ class Progress(TrainerCallback):
     def __init__(
         self,
         batch: float,
+        activity: Activity,
         compiles: bool = False,
-        shows_bar: bool = True,
         has_epochs: bool = True,
     ):
-        self.batch, self.shows_bar, self.has_epochs = batch, shows_bar, has_epochs
+        self.batch, self.activity, self.has_epochs = batch, activity, has_epochs
         self.first_step = "the first step" + ", which compiles the layers" * compiles
         self._first_step_message = ExitStack()
-        self._bar: tqdm | None = None
         self._last_time: float | None = None
         self._step_seconds: list[float] = []  # without the time of evaluations and checkpoints
         self._num_logged = 0
@@ -82,12 +79,7 @@ class Progress(TrainerCallback):
         self._step_seconds.append(now - self._last_time)
         self._last_time = now
         self._first_step_message.close()
-        if self._bar is None and self.shows_bar and state.is_world_process_zero:
-            done = {"total": state.max_steps, "initial": state.global_step - 1}
-            bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"  # the lines have the speed
-            self._bar = tqdm(**done, bar_format=bar_format, leave=False, disable=None)
-        if self._bar is not None:
-            self._bar.update()
+        self.activity.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._last_time = time.monotonic()
@@ -103,9 +95,9 @@ class Progress(TrainerCallback):
         if "eval_loss" in logs:
             names = ("eval_loss", "eval_exact_match")
             scores = [f"{name} {logs[name]:.4g}" for name in names if name in logs]
-            tqdm.write(f"{step} {' '.join(scores)}, in {logs['eval_runtime']:.1f} s")
+            write_line(f"{step} {' '.join(scores)}, in {logs['eval_runtime']:.1f} s")
         elif "loss" in logs:
-            tqdm.write(f"{step} {self._describe_steps(state, logs)}")
+            write_line(f"{step} {self._describe_steps(state, logs)}")
         if time.monotonic() - self._last_plot_time > SECONDS_BETWEEN_PLOTS:
             self._plot(args, state)
 
@@ -124,8 +116,6 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._first_step_message.close()
-        if self._bar is not None:
-            self._bar.close()
         # Read the peaks before the weights are gathered for saving.
         if torch.cuda.is_available():
             self._memory_peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB

@@ -24,7 +24,7 @@ def require_batches(job: Job, rows: int, processes: int) -> None:
     raise ValueError(
         f"trainer.dataloader_drop_last is true and there are {rows_in_words}: a batch of "
         f"{trainer_config.per_device_train_batch_size:,} (trainer.per_device_train_batch_size) for "
-        f"each of {pluralize(processes, 'process', 'processes')} takes {needed:,}, so that nothing "
+        f"each of {pluralize(processes, 'process')} takes {needed:,}, so that nothing "
         "would be trained; expected more rows, smaller batches, fewer processes, or "
         "trainer.dataloader_drop_last: false"
     )

@@ -45,7 +45,7 @@ def describe_plan(plan: Plan, checked: CheckedData) -> str:
         "evaluation": _describe_evaluation(plan, checked),
         "steps": _describe_steps(plan),
         "trained": _describe_trained(plan, config),
-        "device": f"{plan.placement.processes} x {device}, {options.precision}, "
+        "device": f"{plan.placement.processes} x {device}, {_describe_precision(plan)}, "
         + (f"ZeRO-{stage}" if stage else "no ZeRO"),
         "engine": describe_policies(plan),
         "memory": describe_memory(plan),
@@ -84,6 +84,12 @@ def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> st
     if len(sample) > MAX_SAMPLE_CHARACTERS:
         sample = f"{sample[:MAX_SAMPLE_CHARACTERS]} ... ({len(ids):,} tokens)"
     return "\n".join("  " + line for line in sample.split("\n"))
+
+
+def _describe_precision(plan: Plan) -> str:
+    """Return the precision, why it was chosen, and how to choose another."""
+    reason = plan.precision_reason
+    return plan.options.precision + (f" ({reason}; engine.precision)" if reason else "")
 
 
 def _describe_changes(plan: Plan) -> str:
@@ -130,7 +136,7 @@ def _describe_steps(plan: Plan) -> str:
         f"{text}; effective batch {plan.effective_batch} (per_device_train_batch_size "
         f"{plan.arguments['per_device_train_batch_size']} x gradient_accumulation_steps "
         f"{plan.arguments['gradient_accumulation_steps']} x "
-        f"{pluralize(plan.placement.processes, 'process', 'processes')})"
+        f"{pluralize(plan.placement.processes, 'process')})"
     )
 
 

@@ -26,6 +26,7 @@ from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
+from ..terminal_text import show_progress
 from .bad_rows import BadRowTracker
 from .checkpoints import (
     ResumeFingerprint,
@@ -226,12 +227,17 @@ class RecipeTrainer(Trainer):
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        with in_eval_mode(self.model_wrapped):
+        is_first, total = self.is_world_process_zero(), len(weights)
+        with (
+            in_eval_mode(self.model_wrapped),
+            show_progress("evaluating", is_first, total, "batch") as progress,
+        ):
             for batch, weight in zip(loader, weights, strict=True):
                 tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
                 totals += weight * torch.stack(
                     [self._sum_of_losses(dict(batch)).to(totals), tokens]
                 )
+                progress.update()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
         total, number = totals.tolist()
@@ -310,6 +316,10 @@ class RecipeTrainer(Trainer):
                 f"{self.state.global_step}, which are not saved"
             )
 
+    def _save_checkpoint(self, model, trial) -> None:
+        with show_progress("saving a checkpoint", enabled=self.is_world_process_zero()):
+            super()._save_checkpoint(model, trial)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model or the adapters.
 
@@ -324,7 +334,8 @@ class RecipeTrainer(Trainer):
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
         try:
-            super().save_model(output_dir, _internal_call)
+            with show_progress("saving the weights", enabled=self.is_world_process_zero()):
+                super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
         if not self.args.should_save:

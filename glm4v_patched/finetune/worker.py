@@ -24,6 +24,7 @@ from ..engine.prepare import PRECISION_DTYPES, prepare_model
 from ..models.base import TRAINING_REPORT, ModelSource, identify
 from ..models.loading import load_model_config, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
+from ..terminal_text import Activity, show_progress
 from .adapter_card import write_card
 from .assembly import build_trainer, init_training
 from .checkpoints import last_complete_checkpoint
@@ -53,8 +54,16 @@ def train(plan: Plan) -> None:
             All processes raise this class and its subclasses ``Diverged`` and ``BadRow``.
         SystemExit: The GPU of this process cannot be used (:func:`assembly.init_training`).
     """
+    is_printed = os.environ.get("RANK", "0") == "0" and not plan.arguments.get("disable_tqdm")
+    done = plan.steps_done
+    with show_progress("training", is_printed, plan.steps, "step", done) as activity:
+        _train(plan, activity)
+
+
+def _train(plan: Plan, activity: Activity) -> None:
+    """Train by a plan; see :func:`train`. ``activity`` counts the steps."""
     error: NoResult | None = None
-    trainer, progress = _make_trainer(plan)
+    trainer, progress = _make_trainer(plan, activity)
     try:
         with loading_safely() if plan.options.zero_stage else nullcontext():
             checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
@@ -84,7 +93,7 @@ def train(plan: Plan) -> None:
         raise error
 
 
-def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
+def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progress]:
     """Join the processes, and build the trainer with the model, rows and callbacks of the plan."""
     checked, processor = plan.checked_data(), load_processor(plan.base)
     require_fp8(plan.options, load_model_config(plan.base))
@@ -102,8 +111,8 @@ def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     )
     progress = Progress(
         plan.effective_batch * checked.batch_sequences().samples_per_sequence,
+        activity,
         compiles=plan.options.compile is True,
-        shows_bar=not arguments.disable_tqdm,
         has_epochs=not plan.is_streamed,
     )
     trainer.add_callback(progress)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.environment import python_module_command, training_environment
 from ..models.base import ModelSource, identify
+from ..terminal_text import pluralize, show_progress, write_line
 from .answers_file import AnswerLine, AnswersFile, open_answers
 from .questions import (
     AnswerOptions,
@@ -72,10 +73,8 @@ def answer_questions(
         return [*_answer_with_progress(options, base, questions, len(questions))]
     with open_answers(out, questions, settings, options.data, overwrite) as file:
         if file.lines:
-            print(
-                f"{len(file.lines):,} of {len(questions):,} answers are in {out} already",
-                flush=True,
-            )
+            total = pluralize(len(questions), "answer")
+            write_line(f"{len(file.lines):,} of {total} are in {out} already")
         if missing := file.missing:
             _answer_missing(options, base, file, missing)
         return file.all_lines()
@@ -103,17 +102,14 @@ def _answer_missing(
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
-    """Yield the answers, with a progress bar over ``total`` rows; print the speed at the end."""
-    from tqdm import tqdm
-
+    """Yield the answers; print how many of ``total`` rows have one, and the speed at the end."""
     start, first_answer_s = time.monotonic(), 0.0
-    bar: dict[str, Any] = {"total": total, "initial": total - len(questions), "disable": None}
-    with tqdm(**bar, unit="row", desc="answering") as progress:
+    with show_progress("answering", total=total, done=total - len(questions)) as progress:
         for question, answer in generate_answers(options, base, questions):
             yield AnswerLine(question, *answer)
             progress.update()
             first_answer_s = first_answer_s or time.monotonic() - start
-    print(describe_speed(len(questions), time.monotonic() - start, first_answer_s), flush=True)
+    write_line(describe_speed(len(questions), time.monotonic() - start, first_answer_s))
 
 
 def describe_speed(rows: int, seconds: float, first: float) -> str:
@@ -122,7 +118,7 @@ def describe_speed(rows: int, seconds: float, first: float) -> str:
     Args:
         first: Seconds until the answers of the first batch.
     """
-    return f"{rows:,} rows answered in {seconds:.1f} s, the first after {first:.1f} s"
+    return f"{pluralize(rows, 'row')} answered in {seconds:.1f} s, the first after {first:.1f} s"
 
 
 def answer_settings(

@@ -5,7 +5,6 @@ the single GPU that it sees, reads pickled options and all of its batches from s
 pickled answers to each batch to stdout, and ends when its stdin is closed.
 """
 
-import os
 import pickle
 import sys
 from collections import deque
@@ -17,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, TextStreamer
 
+from ..cpu import cores
 from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
 from ..models.base import ModelSource
+from ..models.check_weights import quantized_by
 from ..models.loading import LoadedModel, load_processor
 from .decoding.static_cache import StaticCaches, choose_cache
 from .nonfinite import NonFiniteLogits, RequireFiniteLogits, describe_cause
@@ -194,6 +195,8 @@ def load_answerer(
         base: The model's files, from ``options.find()``.
     """
     loaded = loading.load_with_processor(base, options.device, options.weights, verbose)
+    if options.weights is None and quantized_by(base.model, base.revision) is None:
+        loading.use_fast_dtype(loaded.model)
     cache = choose_cache(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
 
@@ -233,7 +236,7 @@ def answer_batches(
     they read the images of later batches and copy the next batch to the GPU.
     """
     processor, unread = load_processor(base), iter(batches)  # unread: batches not yet submitted
-    num_readers = min(MAX_READERS, max((os.cpu_count() or 1) - 1, 1))
+    num_readers = min(MAX_READERS, max(cores() - 1, 1))
     being_read: deque = deque()  # row numbers of a batch, and the future of its inputs on the host
     readers = ThreadPoolExecutor(num_readers)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..option_fields import add_options, from_namespace
 from ..paths import expand_path, to_path
-from ..terminal_text import show_progress
 from .questions import AnswerOptions, Generation, ModelOptions
 from .serving.limits import ServerLimits
 
@@ -40,19 +39,22 @@ def add_commands(commands) -> None:
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--revision", help="of the adapters' base model, if it is on the Hub")
 
-    export_help = "write the model in 8 or 4 bits, for other programs"
+    export_help = "write the model for other programs: in 8 or 4 bits, or as GGUF"
     export = commands.add_parser("export", help=export_help)
     export.set_defaults(run=_run_export, format="auto")  # the format of the rows
     _add_model(export, ["revision", "device"])
-    bits_help = "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers"
-    formats = ("fp8", "int8", "int4")
-    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
-    calibration_help = "rows with images, like the training data, to calibrate the rounding with"
-    export.add_argument(
-        "--calibration", type=expand_path, required=True, metavar="FILE", help=calibration_help
+    bits_help = (
+        "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers; or gguf, "
+        "for llama.cpp, which takes only --gguf-type, --revision and --out"
     )
+    formats = ("fp8", "int8", "int4", "gguf")
+    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
+    type_help = "type of the language model's matrices in GGUF files (default: f16)"
+    export.add_argument("--gguf-type", choices=("f32", "bf16", "f16", "q8_0"), help=type_help)
+    calibration_help = "rows with images, like the training data, to calibrate the rounding with"
+    export.add_argument("--calibration", type=expand_path, metavar="FILE", help=calibration_help)
     rows_help = "rows of --calibration to use, evenly spaced (default: 256)"
-    export.add_argument("--rows", type=_positive_integer, default=256, metavar="N", help=rows_help)
+    export.add_argument("--rows", type=_positive_integer, metavar="N", help=rows_help)
     evaluation_help = "rows to evaluate before and after, as the command evaluate does"
     export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation_help)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
@@ -131,6 +133,7 @@ def _add_fields(parser: argparse.ArgumentParser):
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
     add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
+    add("--boxes", metavar="FORMAT", help="of boxes in rows, as pixels_xyxy (docs/grounding.md)")
     return add
 
 
@@ -166,6 +169,7 @@ def _source(options: argparse.Namespace, path: str):
     """Return the rows that ``path`` and the options of :func:`_add_fields` describe."""
     import yaml
 
+    from ..data.boxes import BOX_FORMATS
     from ..data.columns import find_columns_problem
     from ..data.formats import ROW_FORMATS
     from ..data.rows import DataSource
@@ -183,7 +187,9 @@ def _source(options: argparse.Namespace, path: str):
             raise ValueError(f"--columns {options.columns}: not valid YAML: {error}") from None
         if problem := find_columns_problem(columns):
             raise ValueError(f"--columns {problem}")
-    names = ("format", "split", "image_folder", "image_root", "allow_urls")
+    if options.boxes not in (None, *BOX_FORMATS):
+        raise ValueError(f"--boxes {options.boxes}: expected one of {', '.join(BOX_FORMATS)}")
+    names = ("format", "split", "image_folder", "image_root", "allow_urls", "boxes")
     values = {name: getattr(options, name) for name in names}
     return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
 
@@ -208,20 +214,32 @@ def _run_evaluate(options: argparse.Namespace) -> None:
 def _run_merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
-    with show_progress("merging the adapters into their model"):
-        merge(options.adapters, options.out, options.revision)
+    merge(options.adapters, options.out, options.revision)
     print(f"model {options.out}")
 
 
 def _run_export(options: argparse.Namespace) -> None:
+    if options.bits == "gguf":
+        from .gguf_file import export_gguf
+
+        for name in ("calibration", "rows", "evaluate"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name} is not used with --format gguf; leave it out")
+        gguf_type = options.gguf_type or "f16"
+        print(export_gguf(options.model, options.out, gguf_type, options.revision))
+        return
     from .export import export
 
+    if options.gguf_type is not None or options.calibration is None:
+        raise ValueError(
+            f"--format {options.bits} needs --calibration FILE, and takes no --gguf-type"
+        )
     report = export(
         options.model,
         options.bits,
         _source(options, options.calibration),
         options.out,
-        rows=options.rows,
+        rows=options.rows or 256,
         evaluation=_answer_options(options, options.evaluate) if options.evaluate else None,
         revision=options.revision,
         device=options.device,

@@ -3,7 +3,7 @@
 import math
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from ..atomic import open_atomically
+from ..data.boxes import Box
 from ..data.messages import images_of, text_of
 from ..terminal_text import listed
+from .grounding import box_iou, boxes_to_compare
 from .questions import Question, evenly_spaced
 from .scoring import exact_match
 
@@ -37,8 +39,9 @@ def draw_sheet(
 
     Each cell has the images in their own aspect ratio, the row number, file names, question and
     answer. The answer is green if it equals the reference; otherwise it is red, with the reference
-    below it. Characters that no installed font has become squares, and the sheet's first lines name
-    them.
+    below it. If the reference has boxes, in thousandths, they are drawn in green on a row's only
+    image, those of the answer in red. Characters that no installed font has become squares, and the
+    sheet's first lines name them.
 
     Args:
         path: PNG file to write.
@@ -68,6 +71,8 @@ def _draw_file(title: str, rows: Sequence[tuple[Question, str, int | str]], path
 
     cells = [cell_lines(*triple) for triple in rows]
     families, missing = find_fonts("".join(text for cell in cells for text, _ in cell))
+    boxes = [_boxes_to_draw(question, answer) for question, answer, _ in rows]
+    title += "; boxes: green is expected, red is answered" * any(boxes)
     header = wrap([(title, BLACK)], SHEET_COLUMNS * CELL_CHARACTERS)
     if missing:
         codes = listed([f"U+{ord(character):04X}" for character in sorted(missing)])
@@ -91,7 +96,7 @@ def _draw_file(title: str, rows: Sequence[tuple[Question, str, int | str]], path
     for index, ((question, *_), cell) in enumerate(zip(rows, cells, strict=True)):
         x = MARGIN + index % SHEET_COLUMNS * (CELL_WIDTH + MARGIN)
         y = top + index // SHEET_COLUMNS * cell_height
-        _draw_images(figure, images_of(question.prompt), x, y)
+        _draw_images(figure, images_of(question.prompt), x, y, boxes[index])
         _draw_lines(figure, cell, x, y + images_height, families)
     with open_atomically(path) as file:
         figure.savefig(file, format="png")
@@ -99,11 +104,21 @@ def _draw_file(title: str, rows: Sequence[tuple[Question, str, int | str]], path
 
 def cell_lines(question: Question, answer: str, row: int | str) -> ColoredTexts:
     """Return a cell's texts: row and files, question, answer, and a reference that differs."""
-    files = [Path(image).name for image in images_of(question.prompt)]
-    lines = [(", ".join([f"row {row}", *files]), GRAY), (text_of(question.prompt[-1]), BLACK)]
+    names = [f"row {row}", *(Path(image).name for image in images_of(question.prompt))]
+    if _boxes_to_draw(question, answer):
+        names.append(f"IoU {box_iou(answer, question.reference or ''):.2f}")
+    lines = [(", ".join(names), GRAY), (text_of(question.prompt[-1]), BLACK)]
     if _is_right(question, answer):
         return [*lines, (answer, GREEN)]
     return [*lines, (answer, RED), (f"expected: {question.reference or ''}", BLACK)]
+
+
+def _boxes_to_draw(question: Question, answer: str) -> list[tuple[Box, str]]:
+    """Return the boxes of reference and answer, with colors, if the reference has boxes."""
+    reference = question.reference or ""
+    expected = [(box, GREEN) for box in boxes_to_compare(reference, reference)]
+    # Those of the reference are drawn last: equal boxes are green.
+    return expected and [(box, RED) for box in boxes_to_compare(answer, reference)] + expected
 
 
 def wrap(texts: ColoredTexts, characters: int) -> ColoredTexts:
@@ -118,15 +133,13 @@ def wrap(texts: ColoredTexts, characters: int) -> ColoredTexts:
 
 def find_fonts(text: str) -> tuple[list[str], set[str]]:
     """Return installed font families that cover the text, and the characters that none has."""
-    from matplotlib.font_manager import FontProperties, findfont, fontManager
+    from matplotlib.font_manager import FontProperties, findfont
     from matplotlib.ft2font import FT2Font
 
     own = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
     missing = {c for c in text if not c.isspace() and not _is_invisible(c) and ord(c) not in own}
     families = [FONT]
-    # Skip LastResort, which ships with matplotlib and has only a box for every character.
-    others = (font for font in fontManager.ttflist if "LastResort" not in font.fname)
-    for font in sorted(others, key=lambda font: ("DejaVu" not in font.name, font.name)):
+    for font in _installed_fonts() if missing else ():
         if not missing:
             break
         with suppress(RuntimeError, OSError):  # a damaged file or a bitmap font
@@ -137,6 +150,21 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
     return families, missing
 
 
+def _installed_fonts() -> Iterator[Any]:
+    """Yield the fonts in matplotlib's list, then those that were installed after it was made."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    fonts = fontManager.ttflist
+    # Skip LastResort, which ships with matplotlib and has only a box for every character.
+    usable = (font for font in fonts if "LastResort" not in font.fname)
+    yield from sorted(usable, key=lambda font: ("DejaVu" not in font.name, font.name))
+    for path in sorted({*findSystemFonts()} - {font.fname for font in fonts}):
+        number = len(fonts)
+        with suppress(Exception):  # of a damaged file, any kind
+            fontManager.addfont(path)
+        yield from fonts[number:]
+
+
 def _is_invisible(character: str) -> bool:
     """Return whether it is a control or format character, or a variation selector."""
     return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f"
@@ -144,7 +172,8 @@ def _is_invisible(character: str) -> bool:
 
 def _drawable(text: str, missing: set[str]) -> str:
     """Return the text without invisible characters, and with squares for missing ones."""
-    visible = (c for c in text if c.isspace() or not _is_invisible(c))
+    text = "".join(" " if c.isspace() else c for c in text)  # some control characters are spaces
+    visible = (c for c in text if not _is_invisible(c))
     return "".join(MISSING_GLYPH if c in missing else c for c in visible)
 
 
@@ -156,8 +185,14 @@ def _draw_lines(figure: Any, lines: ColoredTexts, x: int, y: int, families: list
         figure.text(*position, line, parse_math=False, **style)
 
 
-def _draw_images(figure: Any, paths: Sequence[str], cell_x: int, cell_y: int) -> None:
-    """Draw all images of a row in a grid, upright and framed."""
+def _draw_images(
+    figure: Any, paths: Sequence[str], cell_x: int, cell_y: int, boxes: list[tuple[Box, str]]
+) -> None:
+    """Draw all images of a row in a grid, upright and framed, and boxes on an only image."""
+    from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
+
+    halo = withStroke(linewidth=2.5, foreground="white")  # boxes are seen on any background
     width, height = figure.get_size_inches() * DPI
     columns = math.ceil(math.sqrt(len(paths)))
     for index, path in enumerate(paths):
@@ -168,4 +203,12 @@ def _draw_images(figure: Any, paths: Sequence[str], cell_x: int, cell_y: int) ->
         x, y = cell_x + index % columns * slot[0], cell_y + index // columns * slot[1]
         bounds = x / width, 1 - (y + size[1]) / height, size[0] / width, size[1] / height
         axes = figure.add_axes(bounds, anchor="NW", xticks=[], yticks=[])
-        axes.imshow(ImageOps.contain(upright, size))
+        thumbnail = ImageOps.contain(upright, size)
+        # Coordinates are thousandths, as those of boxes.
+        aspect = thumbnail.height / thumbnail.width
+        axes.imshow(thumbnail, extent=(0, 1000, 1000, 0), aspect=aspect)
+        for box, color in boxes if len(paths) == 1 else ():
+            extent = box.right - box.left, box.bottom - box.top
+            outline = Rectangle(box[:2], *extent, fill=False, edgecolor=color, linewidth=1.5)
+            outline.set_path_effects([halo])
+            axes.add_patch(outline)

@@ -12,6 +12,7 @@ from ..atomic import explain_failed_writes, require_file, write_atomically
 from .answer import answer_questions, answer_settings
 from .answers_file import AnswerLine
 from .contact_sheet import draw_sheet
+from .grounding import BOX_METRICS, OPERATION_METRICS, metric_applies
 from .questions import AnswerOptions, digest_image_files, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_images
 
@@ -87,15 +88,21 @@ def _require_own_folder(out: Path, overwrite: bool) -> None:
 
 
 def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> dict[str, Any]:
-    """Return the numbers of rows, and each metric's mean with right and with swapped images."""
+    """Return the numbers of rows, and each metric's mean with right and with swapped images.
+
+    Scores of boxes and operations are means over the rows whose reference has one, and are left out
+    if there is no such row.
+    """
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]
     num_cut = sum(line.finish_reason == "length" for line in right)
     scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": num_cut}
     for name, metric in metrics.items():
         for suffix, group in (("", right), ("_swapped", swapped)):
-            pairs = ((line.answer, line.question.reference or "") for line in group)
-            scores[name + suffix] = mean_score(name, metric, pairs)
+            pairs = [(line.answer, line.question.reference or "") for line in group]
+            pairs = [pair for pair in pairs if metric_applies(name, pair[1])]
+            if pairs or name in scores or name not in BOX_METRICS | OPERATION_METRICS:
+                scores[name + suffix] = mean_score(name, metric, pairs)
     return scores
 
 

@@ -123,12 +123,7 @@ def export(
 
     require_new_folder(out)
     require_compressor()
-    base = find_source(model, revision)
-    if method := quantized_by(base.model, base.revision):
-        raise ValueError(
-            f"{model} is quantized already, by {method}; give the model that it was quantized from"
-        )
-    require_mergeable(base, out)
+    base = find_exportable(model, out, revision)
     require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
     if evaluation is not None:
         require_apart(out, folders_of_source(evaluation.data, "--evaluate"), "--out")
@@ -184,6 +179,17 @@ def export(
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))
     return ExportReport(format, unquantized_bytes, weight_bytes(out), seconds, before, after)
+
+
+def find_exportable(model: str, out: Path, revision: str | None) -> ModelSource:
+    """Return a model, or adapters that can be merged; raise ``ValueError`` if it is quantized."""
+    base = find_source(model, revision)
+    if method := quantized_by(base.model, base.revision):
+        raise ValueError(
+            f"{model} is quantized already, by {method}; give the model that it was quantized from"
+        )
+    require_mergeable(base, out)
+    return base
 
 
 def require_compressor() -> None:

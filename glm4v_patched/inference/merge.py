@@ -6,23 +6,24 @@ imported.
 """
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import apply_umask, require_inside, write_atomically
-from ..engine.folders import nearest_existing
+from ..atomic import (
+    create_folder_atomically,
+    require_free_disk,
+    require_inside,
+    require_new_folder,
+    write_atomically,
+)
 from ..models.base import ADAPTER_CONFIG, ModelSource, folders_of
 from ..models.find import find_source
 from ..models.weight_files import WEIGHTS_INDEX, shards_of, standard_index
 from ..patch.config_json import read_json_object
 from ..paths import require_apart
-from ..terminal_text import format_bytes, listed, show_progress
+from ..terminal_text import listed, show_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,12 +83,6 @@ def merge(adapters: str, out: Path, revision: str | None = None) -> None:
     require_free_disk(weight_bytes(folder), out)
     with create_folder_atomically(out) as partial:
         _write_merged(base, folder, partial)
-
-
-def require_new_folder(out: Path) -> None:
-    """Raise ``ValueError`` unless ``out`` is missing or an empty folder."""
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out {out} exists and would not be replaced; give a new folder")
 
 
 def require_mergeable(base: ModelSource, out: Path) -> None:
@@ -173,29 +168,6 @@ def weight_bytes(folder: Path) -> int:
     return sum((folder / name).stat().st_size for name in shards_of(folder))
 
 
-def require_free_disk(needed: float, out: Path) -> None:
-    """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
-    free_bytes = shutil.disk_usage(nearest_existing(str(out))).free
-    if free_bytes < needed:
-        raise ValueError(
-            f"--out {out}: its disk has {format_bytes(free_bytes)} free, and the model needs "
-            f"{format_bytes(needed)}; give a folder on a larger disk"
-        )
-
-
-@contextmanager
-def create_folder_atomically(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error."""
-    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        apply_umask(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 # The functions below need torch.
 
 
@@ -224,8 +196,8 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     layers = adapted_layers(base, model)
     missing = {*layers}
     shards = shards_of(folder)
-    for number, name in enumerate(shards, start=1):
-        with show_progress(f"merging file {number} of {len(shards)}"):
+    with show_progress("merging", total=len(shards), unit="file") as progress:
+        for name in shards:
             with safe_open(folder / name, framework="pt") as file:
                 keys = file.keys()
                 tensors = {key: file.get_tensor(key) for key in keys}
@@ -233,6 +205,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
                 tensors[key] = merged_weight(layers[key], tensors[key], key)
                 missing.discard(key)
             save_file(tensors, out / name, metadata={"format": "pt"})
+            progress.update()
     if missing:
         raise ValueError(
             f"{base.model} is missing {len(missing)} of the {len(layers)} weights that the "

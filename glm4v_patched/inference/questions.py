@@ -19,6 +19,7 @@ from ..models.placement import Placement, place_processes
 from ..models.quantized_weights import WEIGHT_FORMATS, check_weights_option
 from ..option_fields import find_field_problems, option
 from ..paths import require_apart
+from ..terminal_text import show_progress
 
 # Below this temperature, fp32 logits overflow to infinity and no token can be sampled.
 MIN_TEMPERATURE = 1e-3
@@ -198,16 +199,15 @@ def make_question(row: int, messages: list[dict]) -> Question:
 
 def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
     """Return the sha256 of each image file by path; raise ``ValueError`` for an unreadable file."""
-    from tqdm import tqdm
-
     rows = {path: question.row for question in questions for path in images_of(question.prompt)}
     digests = {}
-    bar: dict[str, Any] = {"unit": "file", "desc": "reading images", "disable": None, "delay": 1}
-    for path, row in tqdm(rows.items(), **bar):
-        try:
-            digests[path] = FileStamp.of(path).sha256
-        except ValueError as error:
-            raise ValueError(f"row {row}: the image {error}") from None
+    with show_progress("reading images", total=len(rows), unit="file") as progress:
+        for path, row in rows.items():
+            try:
+                digests[path] = FileStamp.of(path).sha256
+            except ValueError as error:
+                raise ValueError(f"row {row}: the image {error}") from None
+            progress.update()
     return digests
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.messages import images_of, replace_images, text_of
+from .grounding import BOX_METRICS, OPERATION_METRICS
 from .questions import Question
 
 Metric = Callable[[str, str], float]
@@ -38,7 +39,12 @@ def token_f1(answer: str, reference: str) -> float:
     return 2 * common / (words.total() + expected.total())
 
 
-METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
+METRICS: dict[str, Metric] = {
+    "exact_match": exact_match,
+    "token_f1": token_f1,
+    **BOX_METRICS,
+    **OPERATION_METRICS,
+}
 
 
 def load_metric(text: str) -> tuple[str, Metric]:

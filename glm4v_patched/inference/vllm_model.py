@@ -13,11 +13,13 @@ from .vllm_plugin import (
     check_vllm,
     collapse_image_tokens,
     never_generated_ids,
+    require_rotation,
     shared_positions,
 )
 
 check_vllm()
 
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding  # noqa: E402
 from vllm.model_executor.models import glm4v  # noqa: E402 (checked first)
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
@@ -36,9 +38,11 @@ class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
     This package's processor expands them, and TRL passes its token ids to vLLM.
     """
 
-    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+    def _postprocess_prompt(self, prompt: list[int]) -> list[int]:
         num_inner = self.info.get_num_image_tokens()
-        return collapse_image_tokens(prompt_tokens, self.info.get_hf_config(), num_inner)
+        return collapse_image_tokens(prompt, self.info.get_hf_config(), num_inner)
+
+    _apply_hf_processor_tokens_only = _postprocess_prompt  # its name in other releases
 
 
 class RefuseTowerAdapters(WeightsMapper):
@@ -71,6 +75,8 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         # SharedPositions has set this, in this process or in the one that sent the config.
         assert vllm_config.model_config.uses_mrope, "vLLM would not ask the model for positions"
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        rotary = [module for module in self.modules() if isinstance(module, RotaryEmbedding)]
+        require_rotation(self.config.original_rope, [module.is_neox_style for module in rotary])
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]

@@ -48,9 +48,14 @@ _USED_NAMES: dict[str, dict[str, str | None]] = {
         "GLM4VForCausalLM.hf_to_vllm_mapper": None,
         "GLM4VProcessingInfo.get_supported_mm_limits": "self",
         "GLM4VProcessingInfo.get_num_image_tokens": "self",
-        "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only": "self prompt_tokens",
         "GLM4VDummyInputsBuilder": None,
     },
+    "vllm.model_executor.layers.rotary_embedding": {"RotaryEmbedding": None},
+}
+# Methods of vllm.model_executor.models.glm4v, of which a vLLM has one, for a prompt's token ids.
+_PROMPT_HOOKS = {
+    "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only": "self prompt_tokens",
+    "GLM4VMultiModalProcessor._postprocess_prompt": "self prompt",
 }
 
 
@@ -82,6 +87,13 @@ class SharedPositions:
                 "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
+        # vLLM's config has no default for this, and its layers test any value for truth.
+        config.original_rope = getattr(config, "original_rope", True)
+        if not isinstance(config.original_rope, bool):
+            raise ValueError(
+                f"config.json: original_rope is {config.original_rope!r:.60}; expected true, as in "
+                "glm-4v-9b, or false, as in cogagent-9b"
+            )
         # This only declares custom positions; the model class computes RoPE from its own settings.
         # M-RoPE has three rows of positions. All rotary pairs use the first: kv_channels / 4 pairs,
         # because RoPE rotates half of a head.
@@ -90,7 +102,8 @@ class SharedPositions:
         config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
         if not model_config.uses_mrope:
             raise RuntimeError(_incompatible(["vllm.config.ModelConfig.uses_mrope stays False"]))
-        logger.info("glm-4v with shared image positions, by glm4v_patched")
+        rotation = "" if config.original_rope else " and rotation by halves"
+        logger.info("glm-4v with shared image positions%s, by glm4v_patched", rotation)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -123,6 +136,11 @@ def check_vllm() -> None:
         for name, parameters in names.items()
         if (mismatch := _find_mismatch(module, name, parameters)) is not None
     ]
+    prompt_hooks = [
+        _find_mismatch("vllm.model_executor.models.glm4v", name, parameters)
+        for name, parameters in _PROMPT_HOOKS.items()
+    ]
+    mismatches += [] if None in prompt_hooks else filter(None, prompt_hooks)
     if not mismatches:
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         if hooks.get(ARCHITECTURE) is not SharedPositions:
@@ -131,6 +149,19 @@ def check_vllm() -> None:
         raise RuntimeError(_incompatible(mismatches))
     if Version(vllm.__version__).release > Version(NEWEST_VLLM).release:
         logger.warning("glm4v_patched was tested with vLLM up to %s only", NEWEST_VLLM)
+
+
+def require_rotation(original_rope: bool, is_by_halves: Iterable[bool]) -> None:
+    """Raise ``RuntimeError`` unless vLLM's layers rotate as the config says.
+
+    Args:
+        original_rope: The config's setting.
+        is_by_halves: ``is_neox_style`` of the rotary embeddings of vLLM's model.
+    """
+    if any(style is original_rope for style in is_by_halves):
+        name = "vllm.model_executor.models.chatglm.GLMAttention"
+        mismatch = f"{name} sets is_neox_style to {original_rope} for {original_rope=}"
+        raise RuntimeError(_incompatible([mismatch]))
 
 
 def _find_mismatch(module: str, name: str, expected: str | None) -> str | None:

@@ -1,11 +1,11 @@
-"""Register glm-4v with ms-swift 4: its loader, the names of its submodules, its chat template.
+"""Register glm-4v and cogagent-9b with ms-swift 4: their loader, submodules and chat template.
 
 ``python -m glm4v_patched.run swift sft ...`` registers glm-4v by itself. With swift's command::
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-This model type replaces ms-swift's own ``chatglm4v`` (glm-4v and cogagent-9b), which works only
-with the published code and is renamed to ``chatglm4v_of_swift``.
+This model type replaces ms-swift's own ``chatglm4v``, which works only with the published code and
+is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy
@@ -15,7 +15,6 @@ from typing import Any
 
 from swift.model import (
     MODEL_MAPPING,
-    Model,
     ModelGroup,
     ModelLoader,
     ModelMeta,
@@ -184,17 +183,13 @@ def _register_template() -> None:
 
 def _register_model() -> None:
     stock = MODEL_MAPPING[SWIFT_TYPE]
-    glm4v_groups = [
-        group
-        for group in stock.model_groups
-        if any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
-    ]
-    if not glm4v_groups:
+    models = [model for group in stock.model_groups for model in group.models]
+    if not any(model.hf_model_id == "zai-org/glm-4v-9b" for model in models):
         raise RuntimeError(
             f"ms-swift's model type {SWIFT_TYPE} has no glm-4v-9b; install the version that "
             f"glm4v_patched is tested with: ms-swift=={TESTED_MS_SWIFT}"
         )
-    stock.model_groups = [group for group in stock.model_groups if group not in glm4v_groups]
+    stock.model_groups = []
     stock.model_type, stock.template = STOCK_SWIFT_TYPE, STOCK_SWIFT_TYPE
     stock.candidate_templates = [STOCK_SWIFT_TYPE]
     stock.model_arch = stock.model_arch.arch_name  # register_model looks it up by name again
@@ -214,7 +209,7 @@ def _register_model() -> None:
     register_model(
         ModelMeta(
             SWIFT_TYPE,
-            [ModelGroup([Model("ZhipuAI/glm-4v-9b", "zai-org/glm-4v-9b")])],
+            [ModelGroup(models)],
             GLM4VLoader,
             template=SWIFT_TYPE,
             model_arch=SWIFT_TYPE,

@@ -121,6 +121,11 @@ def require_complete_weights(
     expected = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
     quantized = getattr(config, "quantization_config", None) is not None
     missing, unexpected, mismatched = _compare_weights(expected, present, quantized)
+    integers = [
+        f"{name} {info.dtype}"
+        for name, info in present.items()
+        if info and name in expected and info.dtype not in FLOAT_DTYPES and not quantized
+    ]
     unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
@@ -144,6 +149,10 @@ def require_complete_weights(
         ),
         (unexpected, "weights are not part of the model of its config.json"),
         (mismatched, "weights have other shapes than its config.json says"),
+        (
+            integers,
+            f"weights are not {', '.join(sorted(FLOAT_DTYPES))}, without a quantization_config",
+        ),
     )
     problems = [f"{len(names)} {problem} ({listed(names)})" for names, problem in groups if names]
     if problems:

@@ -1,6 +1,7 @@
 """Find the model to load. Importing this needs no torch, so that mistakes are reported at once."""
 
 import os
+import sys
 from pathlib import Path
 
 from ..engine.options import QUANTIZER_PACKAGES, require_packages
@@ -73,19 +74,44 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
             from .limits import require_adapters  # imports peft
 
             require_adapters(base)
+        else:
+            note_assumptions(base)
     if method := quantized_by(base.model, base.revision):
         if weights is not None:
             raise ValueError(
                 f"--weights {weights}: {base.model} was saved quantized by {method}; remove "
                 "--weights"
             )
-        if method not in QUANTIZER_PACKAGES:
-            raise ValueError(
-                f"{base.model}: config.json: quantization_config has quant_method {method!r:.60}; "
-                f"expected one of {', '.join(QUANTIZER_PACKAGES)}, or no quantization_config"
-            )
+        require_known_quantizer(base.model, method)
         require_packages(method, f"{base.model}, which was saved quantized by {method},")
     return base
+
+
+def note_assumptions(base: ModelSource) -> None:
+    """Print what we assume of a cogagent-9b, unless its config names our class.
+
+    So nothing is printed for a model that this package has saved, such as a trained one.
+    """
+    from ..remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
+
+    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    our_class = AUTO_MAP["AutoModelForCausalLM"].rpartition(".")[2]
+    if not config.original_rope and our_class not in (config.architectures or ()):
+        line = (
+            f"{base.model} rotates by halves, as cogagent-9b does. Its published code was not read "
+            "for this package: the tokens of an image are taken to share one position, as in "
+            "glm-4v-9b. `glm4v-patched compare FOLDER` tests this on your download"
+        )
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+def require_known_quantizer(model: str, method: str | None) -> None:
+    """Raise ``ValueError`` unless transformers loads a model that was saved with this method."""
+    if method not in QUANTIZER_PACKAGES:
+        raise ValueError(
+            f"{model}: config.json: quantization_config has quant_method {method!r:.60}; "
+            f"expected one of {', '.join(QUANTIZER_PACKAGES)}, or no quantization_config"
+        )
 
 
 def _find_base(name: str, revision: str | None) -> ModelSource:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from jinja2.exceptions import TemplateError
 
+from ..cpu import has_bf16
 from ..engine.fp8 import require_fp8_matmul
 from ..engine.implementations import ModelUsage, use_implementations
+from ..engine.ram import free_ram
 from ..engine.trainable import load_trainable_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -85,6 +87,18 @@ def build_on_device(
     if weights == "fp8":
         model.to(torch.device(device))
     return model
+
+
+def use_fast_dtype(model: Any) -> None:
+    """Convert 16-bit weights to fp32 on a CPU without instructions for bf16, if memory suffices.
+
+    Prompts take several times as long in bf16 there, and generated tokens as long as in fp32.
+    """
+    if model.device.type != "cpu" or has_bf16():
+        return
+    weights = [w for w in model.parameters() if w.dtype in (torch.bfloat16, torch.float16)]
+    if sum(w.nbytes for w in weights) < free_ram():  # as many bytes again as they have now
+        model.float()
 
 
 def _is_not_cast_warning(record: logging.LogRecord) -> bool:

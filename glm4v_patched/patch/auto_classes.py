@@ -9,14 +9,15 @@ original.
 
 import functools
 import inspect
+import json
 import logging
-import os
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -37,7 +38,12 @@ from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
 from .adapter_names import check_module_names
 from .patch_set import AttributePatch, PatchSet
-from .repository import IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
+from .repository import (
+    ADAPTER_CONFIG_FILE,
+    IMAGE_PROCESSOR_CONFIG_FILE,
+    Repository,
+    is_glm4v,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -347,16 +353,18 @@ def _save_code_with_adapters(original: Callable) -> Callable:
     @functools.wraps(original)
     def save_pretrained(self, save_directory, *args, **kwargs):
         base = self.get_base_model()
-        if isinstance(base, ChatGLMPreTrainedModel):
-            for config in self.peft_config.values():
-                config.auto_mapping = None  # it would name a module that only this process has
         result = original(self, save_directory, *args, **kwargs)
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):
             for name in arguments.get("selected_adapters") or self.peft_config:
                 # The folders have the names that peft gives them.
-                folder = "" if name == "default" else name
-                custom_object_save(base, os.path.join(save_directory, folder))
+                folder = Path(save_directory, "" if name == "default" else name)
+                custom_object_save(base, folder)
+                config_file = folder / ADAPTER_CONFIG_FILE
+                config = json.loads(config_file.read_text("utf-8"))
+                # peft writes the name of a module that only this process has.
+                config |= {"auto_mapping": None}
+                config_file.write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
         return result
 
     return save_pretrained

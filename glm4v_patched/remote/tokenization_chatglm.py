@@ -181,27 +181,6 @@ _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
 
-PLAIN_MESSAGE_KEYS = {"role", "content", "image"}
-
-
-def _render_plain(messages: list[dict], piece_break: str) -> str | None:
-    """Render plain messages exactly as `CHAT_TEMPLATE` does, in a tenth of Jinja's time.
-
-    A message is plain if its content is a string and it has no keys but `PLAIN_MESSAGE_KEYS`.
-    Return None if any message is not.
-    """
-    rendered = ["[gMASK]<sop>"]
-    for message in messages:
-        role, content = message.get("role"), message.get("content")
-        is_text = role in CHAT_ROLES and isinstance(content, str)
-        if not is_text or message.keys() - PLAIN_MESSAGE_KEYS:
-            return None
-        image = "<|begin_of_image|><|endoftext|><|end_of_image|>" if "image" in message else ""
-        if image or content:
-            rendered.append(f"<|{role}|>\n{image}{piece_break}{content}")
-    return "".join(rendered)
-
-
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
 
@@ -491,13 +470,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         escape = escaper or (lambda value: value)
         piece_break = _PIECE_BREAK if escaper else ""
         chats = [[escape(_drop_none(m)) for m in messages] for messages in conversations]
-        if template == CHAT_TEMPLATE and not (
-            tools or continue_final_message or return_assistant_tokens_mask
-        ):
-            plain = [_render_plain(messages, piece_break) for messages in chats]
-            if None not in plain:
-                ending = "<|assistant|>" if add_generation_prompt else ""
-                return [f"{text}{ending}" for text in plain], []
         rendered: Any = self.render_template(
             conversations=chats,
             tools=escape(tools),
@@ -719,6 +691,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return plain
 
 
+def build_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Build the pre-tokenizer, which splits a text by `SPLIT_PATTERN` and maps bytes to letters."""
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, to_bytes])
+
+
 def convert_ranks(
     vocab_file: str, special_tokens: dict[int, str | AddedToken] | None = None
 ) -> Tokenizer:
@@ -754,12 +733,7 @@ def convert_ranks(
         ignore_merges=True,
     )
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = build_pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     if not special_tokens:
         special_tokens = {len(ranks) + i: token for i, token in enumerate(SPECIAL_TOKENS)}

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from glm4v_patched.compare.verdicts import (
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.legacy_repository import remote_code_under, write_legacy_repository
 from tests.helpers.tiny import tiny_model
 
 # Makes the original's code write its environment, modules and paths where the test can read them.
@@ -48,7 +49,7 @@ def original(tmp_path_factory) -> Path:
 def compared(original) -> tuple[int, list[dict], str]:
     """Exit status, comparisons and stderr of ``compare``, with secrets in the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "find_python_versions", lambda python: "a transformers")
+        patch.setattr(command, "find_python_versions", lambda *_: "a transformers")
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "a secret")
         options = ["--run-code", "--python", sys.executable, "--precision", "fp32"]
@@ -63,7 +64,10 @@ def test_both_agree_except_where_the_original_is_reported_as_wrong(compared):
         for sample in ("image", "text", "padded batch")
     )
     assert {line["verdict"] for line in image.values()} == {"same"} and compared[0] == 0
-    assert image.keys() == {"logits", "loss", "gradients", "answer (greedy tokens)"}
+    quantities = {"logits", "loss", "gradients", "answer (greedy tokens)", "image positions"}
+    assert image.keys() == quantities and image["image positions"]["original"] == "shared"
+    assert text["rotation"]["original"] == text["rotation"]["ours"] == "neighboring pairs"
+    assert text["rotation"]["verdict"] == "same"
     assert image["gradients"]["ours"] == "7 weights"
     assert text["logits"]["verdict"] == text["answer (greedy tokens)"]["verdict"] == "same"
     assert text["loss"]["verdict"] == "the original is wrong"
@@ -92,7 +96,7 @@ def test_the_original_runs_without_tokens_and_its_files_are_listed(compared, ori
     [("same", 0), ("the original is wrong", 0), ("DIFFERENT", 1), ("OURS IS WRONG", 1)],
 )
 def test_the_status_is_1_where_ours_differs(original, monkeypatch, verdict, status):
-    monkeypatch.setattr(command, "find_python_versions", lambda python: "a transformers")
+    monkeypatch.setattr(command, "find_python_versions", lambda *_: "a transformers")
     comparisons = [Comparison("text", "loss", "1", "2", verdict)]
     monkeypatch.setattr(command, "compare", lambda *_: comparisons)
     arguments = ["compare", str(original), "--device", "cpu", "--run-code", "--python", "python"]
@@ -114,6 +118,73 @@ def test_prompts_end_at_the_assistant_s_turn_and_out_of_memory_ends_the_worker(o
     with pytest.raises(torch.cuda.OutOfMemoryError):
         worker.record_result(results, "logits", fail, torch.cuda.OutOfMemoryError())
     assert results == {"loss": {"error": "ValueError: no"}}
+
+
+# Lines of tests/parity/reference.py, with which the original computes here, and other ones.
+FROM_CONFIG = 'rotation = positions, base, config["original_rope"]'
+PAIRS = {FROM_CONFIG: "rotation = positions, base, True"}
+HALVES = {FROM_CONFIG: "rotation = positions, base, False"}
+COUNTED = {
+    "positions += [position] * len(new)": (
+        "positions += range(len(positions), len(positions) + len(new))"
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "original_rope", "rotation", "positions"),
+    [
+        (HALVES, False, "halves, same", "shared, same"),
+        (PAIRS, False, "neighboring pairs, DIFFERENT: true", "shared, same"),
+        (PAIRS | COUNTED, True, "neighboring pairs, same", "counted, DIFFERENT"),
+        (HALVES | COUNTED, True, "halves, DIFFERENT: false", "counted, DIFFERENT"),
+    ],
+)
+def test_a_difference_is_traced_to_rotation_or_image_positions(
+    original, tmp_path, code, original_rope, rotation, positions
+):
+    folder = shutil.copytree(original, tmp_path / "original")
+    model_file, reference = folder / "modeling_chatglm.py", folder / "visual.py"
+    model_file.write_text(model_file.read_text().partition(SPY[:20])[0])
+    text = reference.read_text()
+    for old, new in code.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    reference.write_text(text)
+    config = json.loads((folder / "config.json").read_text()) | {"original_rope": original_rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    _, supervised = write_cases(tmp_path, folder)
+    outputs = []
+    with remote_code_under(tmp_path / "modules"):
+        for ours in (False, True):
+            paths = {"tensors": str(tmp_path / f"tensors {ours}"), "results": str(tmp_path / "r")}
+            job = {"folder": str(folder), "cases": str(tmp_path / CASES_FILE), "ours": ours} | paths
+            worker.run_job(job | {"dtype": "float32", "device": "cpu", "answer_tokens": 2})
+            results = json.loads(Path(paths["results"]).read_text())
+            outputs.append(ModelOutputs(results, load_file(paths["tensors"])))
+    lines = {line.quantity: line for line in compare_outputs(*outputs, supervised, "fp32")}
+    for quantity, expected in (("rotation", rotation), ("image positions", positions)):
+        line, (words, _, value) = lines[quantity], expected.partition(": ")
+        assert f"{line.original}, {line.verdict}" == words
+        # Both figures, of which one is that of rounding.
+        figures = sorted(map(float, re.findall(r"by ([\d.e-]+) with", line.note)))
+        assert len(figures) == 2 and figures[0] < 1e-4 < 1e-2 < figures[1]
+        assert (f"set original_rope in config.json to {value}" in line.note) == bool(value)
+    assert "do not train or serve" in lines["image positions"].note or positions == "shared, same"
+    assert (lines["logits"].verdict == "same") == ("DIFFERENT" not in rotation + positions)
+
+
+def test_rotations_that_give_almost_the_same_logits_are_not_told_apart():
+    ours = computed()
+    shared, counted = (f"image, {worker.PAIRS}, {name}/logits" for name in worker.POSITIONS)
+    ours.tensors[counted] = ours.tensors[shared] + 0.9e-3  # within the tolerance
+    assert verdicts(computed(), ours) == set()
+    apart = computed(**{"logits image": 0.5e-3})
+    assert verdicts(apart, ours) == {("image", "image positions", "undecided")}
+    # Neither kind of positions gives the logits of the original.
+    ours.tensors[shared] = ours.tensors[shared] + 2
+    different = {("image", "image positions", "DIFFERENT")}
+    assert verdicts(computed(**{"logits image": 1.0}), ours) > different
 
 
 def refused(capsys, *arguments) -> str:
@@ -139,30 +210,40 @@ def test_no_code_runs_without_the_option_and_a_usable_python(
     assert re.search(error, refused(capsys, original, *options.split()))
 
 
-def test_only_versions_of_transformers_that_the_code_works_with_are_accepted(tmp_path):
+@pytest.mark.parametrize(
+    ("original_rope", "wrong", "right", "needed"),
+    [
+        (True, ("4.41.2", "4.45"), ("4.42.0", "4.44.2"), ">=4.42,<4.45"),
+        (False, ("4.41.2",), ("4.44.2", "4.47.1", "4.57.6"), ">=4.42"),  # a cogagent's
+    ],
+)
+def test_only_versions_of_transformers_that_the_code_works_with_are_accepted(
+    tmp_path, original_rope, wrong, right, needed
+):
     python = tmp_path / "python"
-    for version, works in (("4.41.2", False), ("4.42.0", True), ("4.44.2", True), ("4.45", False)):
+    for version in (*wrong, *right):
         python.write_text(f'#!/bin/sh\necho \'["{version}", "2.11"]\'\n')
         python.chmod(0o700)
-        if works:
-            assert (
-                environment.find_python_versions(str(python))
-                == f"transformers {version}, torch 2.11"
-            )
+        if version in right:
+            versions = environment.find_python_versions(str(python), original_rope)
+            assert versions == f"transformers {version}, torch 2.11"
             continue
-        with pytest.raises(RuntimeError, match=rf"has transformers {version}; .*>=4.42,<4.45"):
-            environment.find_python_versions(str(python))
+        with pytest.raises(RuntimeError, match=f"transformers {version}, and .* needs {needed};"):
+            environment.find_python_versions(str(python), original_rope)
 
 
 def test_too_little_memory_is_an_error_before_code_runs(original, monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_python_versions", lambda python: "a transformers")
+    monkeypatch.setattr(command, "find_python_versions", lambda *_: "a transformers")
     monkeypatch.setattr(command, "_compute", lambda *_: pytest.fail("it was run"))
     arguments = [original, "--run-code", "--python", "python", "--device", "cpu"]
     needed = []
     monkeypatch.setattr(command, "format_bytes", lambda size: needed.append(size) or str(size))
     for missing in (lambda: 1, lambda: needed[0] - 1):
         monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
-        assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *arguments))
+        assert re.search(
+            r"needs about [\d.]+ \([\d.]+ of weights\) and [\d.]+ are free",
+            refused(capsys, *arguments),
+        )
 
 
 def test_a_folder_without_the_published_code_is_refused(original, tmp_path, capsys):
@@ -178,7 +259,7 @@ def test_a_folder_without_the_published_code_is_refused(original, tmp_path, caps
     for name in ("visual.py", "tokenizer.model"):
         copy = tmp_path / f"without {name}"
         shutil.copytree(original, copy, ignore=shutil.ignore_patterns(name))
-        assert re.search(f"has (no|neither) {name}", refused(capsys, copy, "--run-code"))
+        assert re.search(f"has no {name}", refused(capsys, copy, "--run-code"))
 
 
 def computed(**changes: float) -> ModelOutputs:
@@ -187,8 +268,13 @@ def computed(**changes: float) -> ModelOutputs:
     losses = {"text": 2.0, "image": 1.0, "other image": 3.0, "batch": 2.5, "swapped": 3.0}
     for case, loss in losses.items():
         results[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
+        results[case]["rotation"] = worker.PAIRS
         shape = (2 if case in ("batch", "swapped") else 1, 8, 4)
         tensors[f"{case}/logits"] = torch.zeros(shape) + changes.get(f"logits {case}", 0.0)
+        for rotation, positions in product(worker.ROTATIONS, worker.POSITIONS):
+            is_ours = (rotation, positions) == (worker.PAIRS, worker.SHARED)
+            logits = tensors[f"{case}/logits"] + (0 if is_ours else 9)
+            tensors[f"{case}, {rotation}, {positions}/logits"] = logits
         for name in ("transformer.vision.boi", "transformer.encoder.final_layernorm.weight"):
             gradient = torch.ones(3) + changes.get(f"gradient {case}", 0.0)
             tensors[f"{case}/gradient/{name}"] = gradient
@@ -217,7 +303,10 @@ def verdicts(original: ModelOutputs, ours: ModelOutputs) -> set[tuple[str, str, 
 def test_a_difference_on_a_single_sample_does_not_blame_the_original(change, sample, quantity):
     assert verdicts(computed(), computed()) == set()
     different = verdicts(computed(), computed(**change))
-    assert different == {(sample or "image", quantity or "logits", "DIFFERENT")}
+    line = sample or "image", quantity or "logits", "DIFFERENT"
+    beside = {("image", "image positions", "DIFFERENT")} if not sample else set()
+    beside |= {("text", "rotation", "DIFFERENT")} if "logits text" in change else set()
+    assert different == {line} | beside
 
 
 NAN, INF = float("nan"), float("inf")

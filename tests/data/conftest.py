@@ -24,10 +24,9 @@ def processor():
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Messages tell long paths in short, and pytest's own are longer where it has several
-    processes."""
-    with TemporaryDirectory(prefix="data-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+    """A folder whose path is short whatever TMPDIR is: messages shorten long paths."""
+    with TemporaryDirectory(prefix="data-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
 
 
 @pytest.fixture(autouse=True)

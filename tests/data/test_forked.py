@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from glm4v_patched.data import check
+from glm4v_patched.data import check, text_rows
 from glm4v_patched.data.forked import run_forked
+from glm4v_patched.data.rows import iter_rows
 from glm4v_patched.data.source import DataSource
+from glm4v_patched.data.text_rows import RowProblem
 
 
 class TwoArguments(ValueError):
@@ -46,6 +48,20 @@ def test_rows_of_several_processes_are_those_of_one(tmp_path, monkeypatch, proce
         results.append((rows, checked.skipped, checked.files, checked.row_labels))
     assert results[0] == results[1] and 15 < len(results[0][0]) < 23 and results[0][1] > 0
     assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["m.sqlite"]
+
+
+def test_shards_together_have_the_rows_of_a_file(tmp_path, monkeypatch):
+    """The first row decides on the format of all, and a line may be too long to be read."""
+    monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 300)
+    other = {"instruction": "What is it?", "output": "A cat."}
+    rows = [{}, other, conversation(1), other, conversation(6) | {"id": "x" * 400}, other, other]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    results = [*iter_rows(path)]
+    assert [isinstance(row, RowProblem) for row in results] == [1, 0, 1, 0, 1, 0, 0]
+    for number in (2, 3):
+        shards = [[*iter_rows(path, shard=(k, number))] for k in range(number)]
+        assert shards == [results[k::number] for k in range(number)]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +103,15 @@ def test_a_process_that_is_killed_is_an_error():
         run_forked(lambda number, report: os.kill(os.getpid(), signal.SIGKILL), 1, lambda n: None)
 
 
-def test_an_error_that_cannot_be_pickled_arrives_with_its_words():
+def test_an_error_whose_pickle_does_not_load_arrives_with_its_words():
     def fail(number, report):
         raise TwoArguments("field", "as told")
 
-    with pytest.raises(RuntimeError, match="TwoArguments: as told"):
+    with pytest.raises(ValueError, match="^as told$"):
         run_forked(fail, 1, lambda n: None)
+
+
+def test_a_mistake_of_ours_is_printed_and_is_an_error(capfd):
+    with pytest.raises(RuntimeError, match="exit code 1 "):
+        run_forked(lambda number, report: report(None), 1, lambda n: None)
+    assert "TypeError: " in capfd.readouterr().err

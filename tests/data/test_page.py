@@ -1,6 +1,5 @@
 """What docs/data.md shows can be read."""
 
-import json
 import os
 from pathlib import Path
 
@@ -50,17 +49,3 @@ def test_its_recipe_can_be(folder):
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)
     assert dogs.image_folder == os.path.abspath("photos")
-
-
-def test_boxes_of_ms_swift_become_words(folder):
-    (code,) = (code for code in blocks(ROOT / "docs" / "questions.md", "python") if "bbox" in code)
-    question = {"role": "user", "content": "<image>Find <ref-object> and <ref-object>"}
-    row = {"messages": [question, {"role": "assistant", "content": "<bbox><bbox>"}]}
-    row |= {"images": ["cat.png"]}
-    boxes = {"ref": ["a cat", "a dog"], "bbox": [[1, 2, 30, 40], [5, 6, 7, 8]]}
-    (folder / "swift.jsonl").write_text(json.dumps(row | {"objects": boxes}))
-    exec(compile(code, "questions.md", "exec"), {})
-    expected = turns(
-        "Find a cat and a dog", "[[1, 2, 30, 40]][[5, 6, 7, 8]]", image=str(folder / "cat.png")
-    )
-    assert read_conversations(folder / "words.jsonl") == [expected]

@@ -310,6 +310,14 @@ def test_a_link_that_leaves_is_refused_and_one_that_stays_is_read(folder, tmp_pa
         assert len(read(folder)) == 2
 
 
+def test_a_link_to_a_folder_whose_name_begins_alike_is_refused(folder):
+    beside = folder.with_name(f"{folder.name}-private")
+    beside.mkdir()
+    (folder / "data" / "b.jsonl").symlink_to(write_rows(beside / "a.jsonl", turns(SECRET)))
+    with pytest.raises(ValueError, match="is a link to .*-private/a.jsonl, outside of the folder"):
+        read(folder)
+
+
 def test_blobs_beside_a_folder_of_snapshots_are_not_those_of_the_hub(tmp_path):
     folder = tmp_path / "snapshots" / "set"
     (tmp_path / "blobs").mkdir()

@@ -17,8 +17,8 @@ def demo_folders(monkeypatch) -> list[Path]:
     """The folders in which the demo ran; the test's demo writes the data files only."""
     folders = []
 
-    def run(out, placement, steps):
-        demo._write_data_set(out / "data", "train", 4, 0)
+    def run(out, placement, steps, task):
+        demo._write_data_set(out / "data", "train", 4, 0, task)
         folders.append(out)
 
     monkeypatch.setattr(demo, "_train_and_evaluate", run)

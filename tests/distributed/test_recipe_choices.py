@@ -22,6 +22,7 @@ from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.cogagent import permuted, write_cogagent
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
 from tests.remote.inputs import assert_close
@@ -152,32 +153,53 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(recipe) -> Recipe:
-    """Train with five steps an epoch; it is killed while it saves a checkpoint in epoch two."""
+def cogagent(recipe) -> Recipe:
+    """Train all weights of the cogagent that computes the same as the recipe's model."""
+    model = write_cogagent(Path(recipe.model), Path(recipe.model).with_name("cogagent's"))
+    changes = {"model": str(model), "trained": "full", "trainer.save_steps": 2}
+    return with_changes(recipe, "cogagent, full", changes)
+
+
+@pytest.fixture(scope="module")
+def cut(recipe, cogagent) -> Recipe:
+    """Train with five steps an epoch; it is killed while it saves a checkpoint in epoch two.
+
+    The cogagent is trained before it.
+    """
     changes = {"trainer.max_steps": 8, "trainer.save_steps": 3, "trainer.learning_rate": 1e-3}
     mine = with_changes(recipe, "cut", changes)
     # The last file that process 1 writes, when all shards exist and process 0 is done.
     name = "checkpoint-6/rng_state_1.pth"
-    ended = train_in_processes(with_dropout=[planned(mine, processes=2)], die_writing=name)
+    plans = [planned(mine, processes=2)]
+    ended = train_in_processes(planned(cogagent, processes=2), with_dropout=plans, die_writing=name)
     assert ended.status, ended.output[-8000:]
     assert Path(mine.out, name).stat().st_size > 0
     return mine
 
 
 @pytest.fixture(scope="module")
-def completed(recipe, cut) -> dict[str, Recipe]:
-    """Complete that run, train the same without a stop, and train lora_all's adapters."""
+def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
+    """Complete that run, train the same without a stop, and train lora_all's adapters.
+
+    Resume the cogagent's run, and train the same for the other model of the two.
+    """
+    adapters = {"trained": "lora_all", "lora.rank": 4}
     recipes = {
-        "adapters": with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})
+        "adapters": with_changes(recipe, "adapters", adapters),
+        "cogagent, adapters": with_changes(cogagent, "cogagent, adapters", adapters),
+        "full": with_changes(recipe, "full", {"trained": "full"}),
     }
+    plans = [planned(mine, processes=2) for mine in recipes.values()]
+    recipes["cogagent, resumed"], checkpoint = resumed(cogagent, {})
+    plans.append(planned(recipes["cogagent, resumed"], checkpoint, processes=2))
     recipes["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
     folder = Path(cut.out)
     # launch() does this before it starts the processes.
     set_incomplete_aside(folder, after_step=3)
     before = (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns
-    plans = [planned(recipes["never stopped"], processes=2)]
-    plans.append(planned(cut, folder / "checkpoint-3", processes=2))
-    train(planned(recipes["adapters"], processes=2), with_dropout=plans)
+    with_dropout = [planned(recipes["never stopped"], processes=2)]
+    with_dropout.append(planned(cut, folder / "checkpoint-3", processes=2))
+    train(*plans, with_dropout=with_dropout)
     assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, (
         "it started again"
     )
@@ -210,6 +232,27 @@ def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_packag
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
     assert_loads_without_package(completed["adapters"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["full", "adapters"])
+def test_a_cogagent_is_trained_to_the_permuted_weights(completed, cogagent, name):
+    """On two processes with ZeRO-3, tower included."""
+    expected, actual = (
+        completed[name],
+        {**completed, "cogagent, full": cogagent}[f"cogagent, {name}"],
+    )
+    assert losses_of(actual) == pytest.approx(losses_of(expected), abs=ATOL)
+    assert losses_of(actual)[-1] < losses_of(actual)[0] - 0.1
+    config = GLM4VForCausalLM.from_pretrained(cogagent.out).config
+    assert config.original_rope is False
+    weights, start = saved_by(actual), load_file(Path(cogagent.model, "model.safetensors"))
+    for key, weight in permuted(saved_by(expected), config).items():
+        change = (weight - start.get(key, 0)).norm()
+        assert (weights[key] - weight).norm() <= 0.02 * change, key
+
+
+def test_a_cogagent_s_training_resumes_to_the_same_bits(completed, cogagent):
+    assert_same_bits(completed["cogagent, resumed"], cogagent)
 
 
 @pytest.mark.slow

@@ -152,6 +152,16 @@ def test_versions_outside_of_the_range_are_reported(monkeypatch, name, installed
         assert needed in clash.detail and clash.verdict == "fails"
 
 
+def test_a_nightly_build_is_within_the_range_of_the_version_that_it_becomes(monkeypatch):
+    installed = {"torch": "2.12.0.dev20261101", "torchvision": "0.27.0"}
+    needs = {"glm4v-patched": ["torch>=2.11"], "torchvision": ["torch>=2.11"]}
+    monkeypatch.setattr(packages, "version", lambda name: installed.get(name) or version(name))
+    monkeypatch.setattr(packages, "requires", needs.get)
+    monkeypatch.setattr(packages, "metadata", lambda name: {"Requires-Python": ">=3.11"})
+    verdicts = {finding.check: finding.verdict for finding in packages.check_packages()}
+    assert verdicts["torch"] == verdicts["versions together"] == "ok"
+
+
 def test_failures_come_last_and_commands_are_not_wrapped():
     command = "pip install " + "x" * 120 + " y"
     failing = finding_from_error("torch", "fails", f"{'old ' * 40}: {command}")

@@ -64,6 +64,18 @@ def test_every_policy_gives_the_same_gradients_and_recomputes_what_it_promises(p
     assert recomputed == tuple(LAYERS * number for number in RECOMPUTED[policies])
 
 
+def test_outputs_of_loras_second_factor_are_recomputed_where_others_are_saved():
+    ids, counts = torch.tensor([text(9)]), []
+    for policy in ("none", "linear"):
+        model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=2)).train()
+        checkpoint_layers(model, policy, policy)
+        loss = model(input_ids=ids, labels=ids).loss
+        with OperatorCounter() as counter:
+            loss.backward()
+        counts.append(counter.linears)
+    assert counts[1] - counts[0] == LAYERS
+
+
 def test_every_second_layer_is_checkpointed_from_the_first():
     model = tiny_model(num_layers=5)
     checkpoint_layers(model, "none", "every 2")

@@ -25,7 +25,8 @@ from glm4v_patched.engine.kernels.fp8_matmul import (
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
-from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
+from tests.helpers.cogagent import permuted
+from tests.helpers.fp8 import FP8_ALONE, PLAIN, apart, build, emulated, layer, passes
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_config
 
 # Outputs are rounded to bf16: a relative error of 0.0017 on random data. With other operands it
@@ -240,6 +241,24 @@ def test_the_gradients_of_a_model_are_near_those_of_bf16(trained):
     assert 0.01 < gradient_error(fp8_gradients, gradients) < 0.2
 
 
+def test_a_cogagent_in_fp8_computes_what_its_permuted_weights_compute():
+    """Each row of a weight has a scale of its own, so quantized rows are permuted like others."""
+    glm4v, cogagent = build().eval(), build().eval()
+    cogagent.load_state_dict(permuted(glm4v.state_dict(), glm4v.config))
+    cogagent.config.original_rope = False
+    inputs = {"input_ids": torch.tensor([[*text(9), *expanded_image(), *text(5)]])}
+    outputs = []
+    with torch.no_grad():
+        exact = glm4v(**inputs, pixel_values=random_pixels(1)).logits
+        for model in (glm4v, cogagent):
+            use_implementations(model.requires_grad_(False), FP8_ALONE)
+            outputs.append(model(**inputs, pixel_values=random_pixels(1)).logits)
+        cogagent.config.original_rope = True
+        other = cogagent(**inputs, pixel_values=random_pixels(1)).logits
+    difference = apart(outputs[1], outputs[0])
+    assert difference < 0.5 * apart(outputs[0], exact) < 0.5 * apart(other, outputs[0])
+
+
 class ProductCounter(TorchDispatchMode):
     products = 0
 
@@ -283,6 +302,8 @@ def test_missing_requirements_of_fp8_are_reported_before_a_model_is_built(monkey
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
     with words.refused(ValueError, "ffn_hidden_size is 104", "16"):
         fp8.require_fp8(PLAIN, odd)
+    with pytest.raises(ValueError, match=r"multi_query_group_num \* kv_channels is 40, .* 16"):
+        fp8.require_fp8(PLAIN, tiny_config(kv_channels=20))
     monkeypatch.setattr(fp8, "_allow_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with words.refused(RuntimeError, "GPU"):

@@ -28,6 +28,7 @@ from glm4v_patched.engine.kernels.cuda_graphs import GraphedTower
 from glm4v_patched.engine.kernels.flash_attention_3 import find_fa3_problem
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.fp8 import PLAIN, build
+from tests.helpers.tiny import random_pixels
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 
@@ -42,9 +43,9 @@ def uncached_package_checks():
 
 def test_only_one_file_changes_classes_and_looks_for_hooks():
     for pattern in (r"__class__ = ", r"\._forward_(pre_)?hooks\b"):
-        files = [p for p in PACKAGE.rglob("*.py") if re.search(pattern, p.read_text())]
+        files = [p for p in PACKAGE.rglob("*.py") if re.search(pattern, p.read_text("utf-8"))]
         assert files == [Path(implementations.__file__)]
-    assert Path(implementations.__file__).read_text().count("__class__ = ") == 1
+    assert Path(implementations.__file__).read_text("utf-8").count("__class__ = ") == 1
 
 
 class LinearSubclass(nn.Linear):
@@ -139,6 +140,15 @@ def test_a_tower_with_hooks_inside_is_not_captured_as_a_cuda_graph(is_hooked):
     assert isinstance(model.transformer.vision, GraphedTower) is not is_hooked
     (line,) = summarize_explanations(explain_implementations(model, usage))
     assert ("a module in it: it has hooks" in line) is is_hooked
+
+
+@torch.no_grad()
+def test_a_tower_with_a_cuda_graph_still_gives_its_hidden_states():
+    model = build()
+    use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
+    options = {"output_hidden_states": True, "return_dict": True}
+    features = model.get_image_features(random_pixels(1).bfloat16(), **options)
+    assert len(features.hidden_states) == 1 + model.config.vision.num_hidden_layers
 
 
 def test_a_model_with_implementations_survives_pickling(monkeypatch):

@@ -84,10 +84,15 @@ def test_a_model_on_a_cpu_computes_the_same_and_keeps_its_classes_without_triton
 
 
 @pytest.mark.parametrize("has_skinny_gemm", [False, True])
-@pytest.mark.parametrize("weights", [None, "fp8"])
-def test_kernels_and_layers_fit_together(monkeypatch, weights, has_skinny_gemm):
+@pytest.mark.parametrize(
+    ("weights", "neighbors"), [(None, True), ("fp8", True), (None, False), ("fp8", False)]
+)
+def test_inference_layers_with_reference_kernels_compute_the_same_logits(
+    monkeypatch, weights, neighbors, has_skinny_gemm
+):
     """With the reference kernels, in prefill and in decode steps."""
     model, ids = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
+    model.config.original_rope = neighbors
     for module in model.modules():  # initially ones or zeros, which would hide mix-ups
         if isinstance(module, (nn.LayerNorm, RMSNorm)):
             nn.init.normal_(module.weight)
@@ -315,10 +320,13 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(neighbors, in_fp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", [None, "fp8"])
-def test_a_model_on_a_gpu_generates_as_before(weights):
+@pytest.mark.parametrize(
+    ("weights", "neighbors"), [(None, True), ("fp8", True), (None, False), ("fp8", False)]
+)
+def test_a_model_on_a_gpu_generates_as_before(weights, neighbors):
     torch.manual_seed(0)
-    config = ChatGLMConfig(num_layers=2, seq_length=2048, vision_config=SHALLOW_TOWER)
+    sizes = {"num_layers": 2, "seq_length": 2048, "vision_config": SHALLOW_TOWER}
+    config = ChatGLMConfig(**sizes, original_rope=neighbors)
     config._attn_implementation = "sdpa"
     with torch.device("cuda"):
         model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16).eval()

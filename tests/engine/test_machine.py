@@ -52,7 +52,7 @@ def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
 def test_variables_that_the_user_sets_are_kept(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("glm4v_patched.engine.environment.cores", lambda: 8)
     environment = training_environment(2)
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["OMP_NUM_THREADS"] == "4"
@@ -156,8 +156,9 @@ def test_the_reason_for_no_gpu_is_reported(use_driver, monkeypatch):
     for driver in (Driver([]), Driver([], fails="cuInit", status=100)):
         use_driver(driver)
         assert find_gpus() == Gpus((), "NVIDIA's driver shows none")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
-    assert find_gpus() == Gpus((), "CUDA_VISIBLE_DEVICES is '9'")
+    for visible in ("9", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert find_gpus() == Gpus((), f"CUDA_VISIBLE_DEVICES is {visible!r}")
     use_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
     with pytest.raises(RuntimeError, match="error 999 for GPU 0"):
         find_gpus()

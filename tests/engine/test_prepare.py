@@ -12,15 +12,20 @@ from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
-from glm4v_patched.engine.memory_plan import GIB, Batch, decide_options
-from glm4v_patched.engine.options import TRAINED, EngineOptions, LoraOptions
+from glm4v_patched.engine.memory_plan import GIB
+from glm4v_patched.engine.options import EngineOptions, LoraOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.engine.trainable import load_trainable_adapters, select_weights
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
 
 PLAIN = EngineOptions(
-    tower="full", language="full", offload=False, compile=False, stage3_max_live_parameters=1e9
+    tower="full",
+    language="full",
+    offload=False,
+    compile=False,
+    precision="bf16",
+    stage3_max_live_parameters=1e9,
 )
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
@@ -29,16 +34,6 @@ ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
 def test_recipe_and_bench_have_the_same_defaults():
     from_recipe = recipe({"engine": {}, "trained": "lora_lm"}).engine_options()
     assert TrainingSettings(trained="lora_lm").engine_options() == from_recipe
-
-
-def test_everything_is_recomputed_without_a_gpu():
-    config = tiny_model().config
-    for trained in TRAINED:
-        options = EngineOptions(trained=trained, zero_stage=0 if trained == "qlora" else 3)
-        decided = decide_options(
-            config, options, Batch(num_sequences=1, sequence_length=40, processes=2), 0, 1000
-        )
-        assert (decided.tower, decided.language, decided.compile) == ("full", "full", False)
 
 
 def test_options_reach_the_model():
@@ -54,6 +49,16 @@ def test_options_reach_the_model():
         assert received == {"dtype": torch.float32, "attn_implementation": "eager", "extra": 1}
         assert model.config.skip_logits is skip_logits
         assert model.config.loss_chunk_size == 7 and model.training
+
+
+@pytest.mark.parametrize(("stage", "trained"), [(0, torch.float32), (2, torch.bfloat16)])
+def test_trained_weights_are_fp32_without_zero_which_has_fp32_copies(stage, trained):
+    def build(dtype, **_):
+        return tiny_model(dtype)
+
+    model = prepare_model(replace(PLAIN, zero_stage=stage, trained="lm"), build)
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert dtypes == {(True, trained), (False, torch.bfloat16)}
 
 
 def test_the_memory_limit_applies_while_a_model_is_built_unless_it_is_quantized(monkeypatch):
@@ -110,7 +115,7 @@ def zero_section(**changes) -> dict:
     return deepspeed_config(replace(PLAIN, **changes))["zero_optimization"]
 
 
-def test_deepspeeds_configuration():
+def test_engine_options_reach_the_deepspeed_config():
     # torch rounds pinned blocks up to powers of two.
     assert zero_section(offload=True)["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     # ZeRO-3 saves and loads fp32 weights by its groups, which a resumed run must not change.

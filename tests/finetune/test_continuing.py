@@ -16,7 +16,7 @@ from glm4v_patched.finetune.plan import Plan, find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import close_record, start_record
 from glm4v_patched.models.placement import Placement
-from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
+from tests.helpers.recipes import built, drawn_recipe, planned, recipe, train_here
 
 ON_CPU = Placement(1, on_cpu=True)
 
@@ -196,3 +196,21 @@ def test_a_stopped_run_in_fp8_goes_on_to_the_bit_and_saves_bf16(tmp_path, monkey
     if trained == "lm":  # the frozen tower is what it was
         tower = [name for name in saved if ".vision." in name]
         assert tower and all(torch.equal(saved[name], of_bf16[name]) for name in tower)
+
+
+def test_a_resumed_run_keeps_the_precision_of_its_checkpoint_on_another_cpu(
+    mine, tmp_path, monkeypatch
+):
+    changes = {"out": str(tmp_path / "run"), "trainer.max_steps": 2, "trainer.save_steps": 1}
+    by_cpu = mine.override(changes | {"engine.precision": "auto"})
+    monkeypatch.setattr("glm4v_patched.engine.options.has_bf16", lambda: False)
+    train_here(by_cpu)
+    monkeypatch.setattr("glm4v_patched.engine.options.has_bf16", lambda: True)
+    checkpoint = find_start_checkpoint(resolve_recipe(by_cpu), 1, True)
+    plan = Plan.read(planned(by_cpu, checkpoint))
+    assert plan.options.precision == plan.settings["engine.precision"] == "fp32"
+    assert plan.precision_reason == "as in checkpoint-1"
+    assert Plan.read(planned(by_cpu)).options.precision == "bf16"
+    with pytest.raises(ValueError, match="engine.precision: fp32 there, bf16 now"):
+        in_bf16 = by_cpu.override({"engine.precision": "bf16"})
+        find_start_checkpoint(resolve_recipe(in_bf16), 1, True)

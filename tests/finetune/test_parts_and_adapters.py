@@ -126,7 +126,8 @@ def build_tiny(model_folder):
 @pytest.mark.parametrize("stage, dtype", [(0, torch.float32), (3, torch.bfloat16)])
 def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, dtype, build_tiny):
     for trained in ("lm", "lora_lm"):
-        model = build_tiny(**{"trained": trained, "engine.zero_stage": stage})
+        changes = {"trained": trained, "engine.zero_stage": stage, "engine.precision": "bf16"}
+        model = build_tiny(**changes)
         dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
         assert dtypes == {(True, dtype), (False, torch.bfloat16)}
 

@@ -1,4 +1,4 @@
-"""The lines, bar and plot of a running training, and the lines at its end."""
+"""The lines and plot of a running training, and the lines at its end."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plots import plot_loss
 from glm4v_patched.finetune.progress import Progress
+from glm4v_patched.terminal_text import Activity
 from tests.helpers.recipes import train_here
 
 LINE = (
@@ -31,7 +32,7 @@ class Steps:
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
         self.asked = TrainingArguments(str(folder), use_cpu=True, report_to="none")
         self.state = TrainerState(is_world_process_zero=is_first, max_steps=10, epoch=0.5)
-        self.progress = Progress(batch=8)
+        self.progress = Progress(8, Activity("training", 10, "step", 0))
         self.call("on_train_begin")
 
     def call(self, event: str, **more) -> None:

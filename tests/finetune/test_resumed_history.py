@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from glm4v_patched.finetune import worker
+from glm4v_patched.finetune import progress, worker
 from glm4v_patched.finetune.divergence import DivergenceMonitor
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
@@ -64,6 +64,14 @@ def record(monkeypatch) -> Callable[..., dict[str, Any]]:
         return report_of(plan, trainer, *rest)
 
     monkeypatch.setattr(worker, "_report", keep)
+    plots: list[dict[int, float]] = []
+
+    def plot(history, *rest):
+        plots.append(
+            {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+        )
+
+    monkeypatch.setattr(progress, "plot_loss", plot)
 
     def run(run_recipe: Recipe, checkpoint: Path | None = None) -> dict[str, Any]:
         report, trainer = train_here(run_recipe, checkpoint), trainers.pop()
@@ -78,6 +86,7 @@ def record(monkeypatch) -> Callable[..., dict[str, Any]]:
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
         return {
             "entries": entries,
+            "evaluations in loss.png": plots[-1],
             "report": {name: report.get(name) for name in names},
             "best": (state.best_metric, state.best_global_step, best),
             "patience": [
@@ -126,7 +135,7 @@ def test_evaluations_at_the_end_of_epochs_and_means_across_checkpoints_are_not_l
     mine = make_recipe(save_steps=2, logging_steps=3)
     whole, saved = killed_and_resumed(mine, record, monkeypatch)
     assert saved == [2, 4, 6]
-    assert steps_of(whole, "eval_loss") == [4, 8]
+    assert steps_of(whole, "eval_loss") == [*whole["evaluations in loss.png"]] == [4, 8]
     assert steps_of(whole, "loss") == [2, 3, 4, 6, 8]
     # The check computes the rates that the Trainer uses.
     rates = dict(learning_rates(arguments_of(mine, 8)))

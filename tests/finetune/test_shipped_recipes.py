@@ -20,7 +20,14 @@ from glm4v_patched.finetune.recipe.shipped import FOLDER, find_recipe, shipped_n
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import train_here
 
-NAMES = ["full_2x141gb", "full_2x80gb_offload", "lm_2x141gb", "lora_1x80gb", "lora_2x24gb"]
+NAMES = [
+    "cogagent_1x80gb",
+    "full_2x141gb",
+    "full_2x80gb_offload",
+    "lm_2x141gb",
+    "lora_1x80gb",
+    "lora_2x24gb",
+]
 NAMES += ["lora_all_2x80gb", "qlora_1x24gb"]
 WHERE = ["data.train=my.jsonl", "out=trained"]
 REAL = ChatGLMConfig()

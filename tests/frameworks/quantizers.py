@@ -296,7 +296,7 @@ def main() -> None:
             print(method.call, outcome(row), sep=": ", flush=True)
             put_rows(options.out, [row], key=key, order=position)
     if options.page:
-        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
+        PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read_rows(RESULTS))))
 
 
 def key(row: dict) -> tuple:

@@ -129,4 +129,4 @@ def _number(value: float | None) -> str:
 if __name__ == "__main__":
     print(table(read()))
     if "--page" in sys.argv[1:]:
-        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read())))
+        PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read())))

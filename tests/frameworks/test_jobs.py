@@ -75,7 +75,7 @@ def test_a_job_learns_from_images(wanted, models, tmp_path):
 
 
 def test_the_page_has_the_rows_of_the_file_which_are_those_of_jobs():
-    page, rows = PAGE.read_text(), read(RESULTS)
+    page, rows = PAGE.read_text("utf-8"), read(RESULTS)
     assert page == on_page(page, RESULTS, table(rows)), (
         "python -m tests.frameworks.results_table --page"
     )

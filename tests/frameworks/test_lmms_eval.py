@@ -11,7 +11,7 @@ QUESTIONS = ["What is it?", "Which shape do you see in this image?"]
 TOKENS = 6
 
 
-def test_it_answers_as_the_model_does(tmp_path):
+def test_lmms_eval_gives_the_answers_of_the_model(tmp_path):
     pytest.importorskip("lmms_eval", reason="nox -f tests/noxfile.py -s clients")
     from lmms_eval.api.instance import Instance
     from lmms_eval.models.chat.huggingface import Huggingface

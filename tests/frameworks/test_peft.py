@@ -83,7 +83,7 @@ def assert_it_learns_and_generates(config) -> None:
     assert model.generate(**prompt, **options).shape[1] >= 3
 
 
-def test_methods_learn_and_generate_and_are_a_row():
+def test_every_peft_method_learns_and_generates():
     name = f"{len(METHODS)} methods, {len(LORA)} kinds of LoRA"
     with job("peft", name, "peft.get_peft_model", "peft") as done:
         done.note = "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
@@ -102,7 +102,7 @@ def test_without_targets_peft_adapts_both_towers(method):
 
 
 @pytest.mark.parametrize("method", ["PrefixTuning", "Cartridge"])
-def test_prefixes_in_the_cache_are_answered(method):
+def test_prefix_tuning_is_refused_with_the_alternatives(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""
     config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny_model(), config)

@@ -21,7 +21,7 @@ from tests.tables import on_page, read_rows
 
 
 def test_the_page_has_the_rows_of_the_file_which_are_those_of_methods():
-    page, rows = PAGE.read_text(), read_rows(RESULTS)
+    page, rows = PAGE.read_text("utf-8"), read_rows(RESULTS)
     assert page == on_page(page, RESULTS, table(rows)), "tests.frameworks.quantizers --page"
     methods = [(method.package, method.call) for method in METHODS]
     assert len({*methods}) == len(methods)
@@ -37,7 +37,7 @@ def test_every_quantizer_of_transformers_has_a_method_or_a_reason():
     others -= {"auto-round", "compressed-tensors"}
     assert others <= PREQUANTIZED | NOT_RUN
     assert all(AUTO_QUANTIZER_MAPPING[name].requires_calibration for name in PREQUANTIZED & others)
-    page = PAGE.read_text().lower()
+    page = PAGE.read_text("utf-8").lower()
     assert [name for name in PREQUANTIZED | NOT_RUN if name not in page] == []
 
 

@@ -174,7 +174,7 @@ WITH_PROCESSOR = pytest.mark.parametrize("kind", KINDS[:2])
 
 @WITH_PROCESSOR
 @pytest.mark.parametrize("loss_type", ["nll", "chunked_nll", "dft"])
-def test_sft(task, kind, loss_type, tmp_path):
+def test_sft_trains_with_the_loss_of_its_formula(task, kind, loss_type, tmp_path):
     case, model = Case(task, kind), task.model(1)
     data = case.data(prompt=case.prompt, completion=case.right)
     logged = first_step("SFT", model, case, data, tmp_path, max_length=None, loss_type=loss_type)
@@ -230,7 +230,7 @@ OF_PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @WITH_PROCESSOR
 @pytest.mark.parametrize("loss_type", OF_PAIRS)
-def test_dpo(task, kind, loss_type, tmp_path):
+def test_dpo_trains_with_the_loss_of_its_formula(task, kind, loss_type, tmp_path):
     case, model, reference = Case(task, kind), task.model(1), task.model(2)
     data = case.data(prompt=case.prompt, chosen=case.right, rejected=case.wrong)
     options = {"max_length": None, "beta": BETA, "loss_type": [loss_type]}
@@ -246,7 +246,7 @@ def test_dpo(task, kind, loss_type, tmp_path):
 
 @WITH_PROCESSOR
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
-def test_kto(task, kind, loss_type, tmp_path):
+def test_kto_trains_with_the_loss_of_its_formula(task, kind, loss_type, tmp_path):
     import datasets
 
     case, model, reference = Case(task, kind), task.model(1), task.model(2)
@@ -279,7 +279,7 @@ def test_kto(task, kind, loss_type, tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_reward_of_texts(task, adapters, tmp_path):
+def test_a_reward_model_trains_with_the_loss_of_its_formula(task, adapters, tmp_path):
     """It takes only a tokenizer, and texts instead of conversations."""
     import datasets
     from peft import LoraConfig
@@ -347,7 +347,7 @@ def advantages(name: str, rewards: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["GRPO", "RLOO", "GMPO"])
-def test_online(task, kind, name, tmp_path):
+def test_online_methods_have_the_gradients_of_their_formula(task, kind, name, tmp_path):
     """Gradients of log probabilities, weighted with advantages; the losses are about 0."""
     case, model = Case(task, kind), task.model(1)
     rewards = Rewards(model)
@@ -368,7 +368,7 @@ def test_online(task, kind, name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
-def test_online_dpo(task, kind, tmp_path):
+def test_online_dpo_trains_with_the_loss_of_its_formula(task, kind, tmp_path):
     case, model = Case(task, kind), task.model(1)
     rewards = Rewards(model)
     data = case.data(one_image=True, prompt=case.prompt, number=case.number)
@@ -432,7 +432,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.7, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_distillation(task, kind, beta, tmp_path):
+def test_distillation_trains_with_the_divergence_of_generated_answers(task, kind, beta, tmp_path):
     """Sampling among one token is greedy, so that the student's answers are known."""
     if IS_OLD and "processor" in kind:
         pytest.skip(
@@ -465,7 +465,7 @@ def smoothed(margin: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["CPO", "ORPO", "TPO"])
-def test_preferences_of_texts(task, name, tmp_path):
+def test_preference_methods_for_text_train_with_the_loss_of_their_formula(task, name, tmp_path):
     """They take a tokenizer only, and no images."""
     case, model = Case(task, KINDS[2]), task.model(1)
     columns = {"prompt": case.prompt, "chosen": case.right, "rejected": case.wrong}
@@ -507,7 +507,7 @@ def test_preferences_of_texts(task, name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind"), [("GKD", KINDS[2]), ("GOLD", KINDS[2]), ("GOLD", KINDS[0])]
 )
-def test_distillation_of_given_answers(task, kind, name, tmp_path):
+def test_distillation_trains_with_the_divergence_of_given_answers(task, kind, name, tmp_path):
     case, student, teacher = Case(task, kind), task.model(1), task.model(2)
     options = {"module": f"trl.experimental.{name.lower()}", "lmbda": 0.0, "beta": 0.5}
     options |= {"temperature": 1.0, "max_length": 512, "trainer_kwargs": {"teacher_model": teacher}}

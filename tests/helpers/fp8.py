@@ -19,6 +19,7 @@ PLAIN = EngineOptions(
     language="none",
     offload=False,
     compile=False,
+    precision="bf16",
     stage3_max_live_parameters=1e9,
 )
 

@@ -1,16 +1,12 @@
 """A stand-in for the repository of glm-4v-9b as it was published in 2024, with tiny weights.
 
-It computes the same as that repository on unpadded sequences with one image each, and has these of
-its defects, so that tests can show them and their cure:
+It computes the same as that repository on sequences with one image each, by the forward pass of
+tests/parity/reference.py, and has these of its defects:
 
-- padded rows in training: the images are silently replaced by plain tokens
-- labels: a fixed number for an image of any size, and an error on sequences without an image
-- sequences without an image skip the tower, so that processes with sharded weights diverge
-- checkpointing: torch's own, always non-reentrant, never in the tower, and enabled by a method
-  whose signature transformers has changed
-- loss: computed from an fp32 copy of all logits, rounded to the model's dtype; labels are not
-  moved to the logits' device
-- a model made from a config holds uninitialized memory
+- In training, a padded batch loses its images: plain tokens take their place. In evaluation, it
+  is an error.
+- Labels on a sequence without an image are an error.
+- The loss is rounded to the model's dtype.
 
 It has no cache and no generation, and its tokenizer formats no chats.
 """
@@ -27,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load, save_file
-from transformers import AutoModel, PreTrainedModel, dynamic_module_utils
+from transformers import dynamic_module_utils
 
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
 from tests.helpers.tiny import (
@@ -42,6 +38,7 @@ from tests.helpers.tiny import (
 )
 
 LEGACY_CODE = Path(__file__).parent / "legacy"
+REFERENCE = Path(__file__).parents[1] / "parity" / "reference.py"
 LEGACY_MODEL = "modeling_chatglm.ChatGLMForConditionalGeneration"
 LEGACY_AUTO_MAP = {
     "AutoConfig": "configuration_chatglm.ChatGLMConfig",
@@ -60,8 +57,9 @@ LETTERS = " etaoinshrdlucmw"
 def write_legacy_repository(folder: Path) -> None:
     """Write code, config and the golden weights to ``folder``, which is created."""
     folder.mkdir(parents=True)
-    for name in ("configuration_chatglm.py", "modeling_chatglm.py", "visual.py"):
+    for name in ("configuration_chatglm.py", "modeling_chatglm.py"):
         shutil.copyfile(LEGACY_CODE / name, folder / name)
+    shutil.copyfile(REFERENCE, folder / "visual.py")
     config = {"architectures": ["ChatGLMModel"], "auto_map": LEGACY_AUTO_MAP}
     (folder / "config.json").write_text(json.dumps(golden_json("config.json") | config))
     buffer = load(golden_bytes("buffer_inv_freq.safetensors"))
@@ -121,14 +119,6 @@ def remote_code_under(folder: Path) -> Iterator[None]:
             for name in [*filter(is_remote, sys.modules)]:
                 del sys.modules[name]
             sys.modules.update(modules)
-
-
-@contextmanager
-def legacy_model(folder: Path, **arguments) -> Iterator[PreTrainedModel]:
-    """Load the model of a repository written to ``folder``, as a user does."""
-    write_legacy_repository(folder / "repository")
-    with remote_code_under(folder / "modules"):
-        yield AutoModel.from_pretrained(folder / "repository", trust_remote_code=True, **arguments)
 
 
 def image_row(seed: int) -> dict[str, torch.Tensor]:

@@ -18,13 +18,13 @@ MEASURED = re.compile("<!-- rows of bench -->.*<!-- end of the rows of bench -->
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [text for name, text in FENCE.findall(page.read_text()) if name == language]
+    return [text for name, text in FENCE.findall(page.read_text("utf-8")) if name == language]
 
 
 def commands(page: Path) -> list[str]:
     """All that a reader is given to run, in the order of the page: whole blocks of Python, then
     lines for a shell."""
-    text = MEASURED.sub("", page.read_text())
+    text = MEASURED.sub("", page.read_text("utf-8"))
     python = blocks(page, "python")
     shell = [line for block in blocks(page, "bash") for line in lines_of_shell(block)]
     inline = [" ".join(code.split()) for code in INLINE.findall(FENCE.sub("", text))]

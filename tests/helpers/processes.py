@@ -58,7 +58,7 @@ def cpu_environment() -> dict[str, str]:
 
 def in_plain_shell(command: str) -> Ended:
     """Run a command as it was printed, where no Python environment is activated."""
-    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.path.expanduser("~")}
     return run_with_limit(["sh", "-c", command], 60, environment)
 
 

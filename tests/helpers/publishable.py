@@ -9,9 +9,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
-from hub_upload.layout import INDEX, MANIFEST, read_our_code
-from hub_upload.layout import UPSTREAM as UPSTREAM
-from hub_upload.manifest import to_json_bytes
+from glm4v_patched.models.adopt import read_our_code, to_json_bytes
+from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
+from hub_upload.build import UPSTREAM as UPSTREAM
+from hub_upload.manifest import MANIFEST
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import File, LocalHub
 

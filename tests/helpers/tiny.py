@@ -38,6 +38,11 @@ def golden_case(name: str) -> tuple[dict, dict, dict]:
     return groups["in"], groups["out"], groups["grad"]
 
 
+def update_json(path: Path, **values: object) -> None:
+    """Set keys of the object in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def tiny_config(**changes) -> ChatGLMConfig:
     return ChatGLMConfig(**(golden_json("config.json") | changes))
 
@@ -52,6 +57,12 @@ def tiny_model(dtype=torch.float32, attn_implementation="sdpa", **changes) -> GL
     model = GLM4VForCausalLM._from_config(config, attn_implementation=attn_implementation)
     model.load_state_dict(golden_weights(), strict=False)
     return model.to(dtype).eval()
+
+
+def shallow_model(**changes) -> GLM4VForCausalLM:
+    """Build the golden model with one layer in each tower, for what takes long to compile."""
+    vision = tiny_config().vision_config | {"num_hidden_layers": 1}
+    return tiny_model(num_layers=1, vision_config=vision, **changes)
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:

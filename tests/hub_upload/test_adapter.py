@@ -16,7 +16,8 @@ from glm4v_patched.finetune.adapter_card import (
     BASE_PLACEHOLDER,
     NOT_ON_HUB,
 )
-from hub_upload.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST
+from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hub_upload.manifest import MANIFEST
 from tests.helpers.answering import write_files
 from tests.helpers.publishable import TAG, amended, as_files, signed
 

@@ -9,13 +9,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
+from glm4v_patched.models.adopt import adopt
+from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
 from hub_upload import loading
 from hub_upload.build import build_model_repository, read_source
-from hub_upload.layout import INDEX, MANIFEST
+from hub_upload.manifest import MANIFEST
 from hub_upload.publish import read_built_folder
+from hub_upload.verify import verify
 from tests.helpers.publishable import (
     CODE,
     LICENSE_TEXT,
@@ -69,6 +73,15 @@ def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
     # Weights are hard links, so they are unchanged.
     assert len(shards_of(built)) == 2 and files[INDEX] == (original / INDEX).read_bytes()
     assert all(os.path.samefile(original / name, built / name) for name in shards_of(original))
+
+
+def test_a_build_has_the_files_of_adopt(original, built, tmp_path):
+    adopt(original, tmp_path / "adopted")
+    files, adopted = as_files(built), as_files(tmp_path / "adopted")
+    assert files["MODEL_LICENSE"] == adopted.pop("LICENSE")
+    assert {name: files.get(name) for name in adopted} == adopted
+    more = {MANIFEST, "LICENSE", "MODEL_LICENSE", "README.md", "requirements.txt"}
+    assert files.keys() - adopted.keys() == more
 
 
 def test_files_and_ids_that_the_original_lacks_are_added(changed, make, run, tmp_path):
@@ -161,7 +174,7 @@ def test_a_failed_build_leaves_what_was_there(step, original, make, tmp_path, mo
         raise OSError(errno.EACCES, "Permission denied")
 
     def rename_but_new(path, target):
-        return fail() if path.name == "new" else rename(path, target)
+        return fail() if path.suffix == ".partial" else rename(path, target)
 
     if step == "rename":
         monkeypatch.setattr(Path, "rename", rename_but_new)
@@ -261,6 +274,25 @@ def test_a_missing_or_unpinned_source_is_refused_with_the_cure(head):
     for revision in ("v9", "0" * 40):
         with pytest.raises(RevisionNotFoundError, match="404"):
             read_source(f"{UPSTREAM}@{revision}")
+
+
+def test_a_cogagent_is_built_under_its_own_name(changed, run, tmp_path):
+    """The card says what nobody here could read, and how to find out."""
+    published = {"original_rope": False, "architectures": ["ChatGLMForConditionalGeneration"]}
+    edit(changed / "config.json", lambda config: config.update(published))
+    status, output = run("build", "--weights", changed, "--out", tmp_path / "out")
+    assert status == 0 and output.startswith("version "), output
+    _, front, body = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    data, body = yaml.safe_load(front), " ".join(body.split())
+    base = "zai-org/cogagent-9b-20241220"
+    assert data["base_model"] == base and data["license_name"] != "glm-4"
+    assert data["license_link"] == f"https://huggingface.co/{base}/blob/main/LICENSE"
+    assert "cogagent" in data["tags"] and "# cogagent-9b, made to be trained" in body
+    for wanted in ("have read neither its modeling file", "glm4v-patched compare FOLDER"):
+        assert wanted in body, wanted
+    assert '"org/cogagent-9b-trainable", "v' in body and "the license of cogagent-9b" in body
+    assert "glm-4 license" not in body
+    assert verify(str(tmp_path / "out")).failures == []
 
 
 def claims_original_weights(folder: Path) -> bool:

@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 from huggingface_hub import constants
 
+from glm4v_patched.models.adopt import read_our_code
 from hub_upload import publish as publishing
 from hub_upload.build import build_model_repository, read_source
 from hub_upload.hub import RETRY_HINT, HfApi, without_secrets
-from hub_upload.layout import read_our_code
 from hub_upload.publish import read_built_folder
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, is_complete, is_published

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hub_upload.build import require_replaceable
 from hub_upload.checks import check_files
 from hub_upload.files import BuiltFiles, File, read_folder
-from hub_upload.layout import MANIFEST
-from hub_upload.manifest import parse_manifest
+from hub_upload.manifest import MANIFEST, parse_manifest
 from hub_upload.publish import read_built_folder
 
 HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

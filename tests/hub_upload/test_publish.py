@@ -6,9 +6,9 @@ import pytest
 from huggingface_hub import HfApi
 
 import glm4v_patched
-from hub_upload import build as building
+from glm4v_patched.models import adopt as adopting
 from hub_upload.build import build_model_repository, read_source
-from hub_upload.layout import MANIFEST
+from hub_upload.manifest import MANIFEST
 from tests.helpers import local_hub
 from tests.helpers.publishable import (
     CODE,
@@ -38,7 +38,7 @@ def of_this_clone(monkeypatch, built, tmp_path):
 
     def write(version, changes):
         monkeypatch.setattr(glm4v_patched, "__version__", version)
-        monkeypatch.setattr(building, "read_our_code", lambda: CODE | changes)
+        monkeypatch.setattr(adopting, "read_our_code", lambda: CODE | changes)
         build_model_repository(read_source(str(built)), tmp_path / version, NAME)
         return tmp_path / version
 
@@ -166,7 +166,7 @@ def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):
     status, output = publish(of_this_clone(TAG[1:], {"loss.py": b"# newer\n"}), "--push")
     assert status == 1 and len(writes(hub)) == before
     assert f"has the tag {TAG} on {head}" in output and "raise the version" in output
-    monkeypatch.setattr(building, "read_our_code", lambda: CODE)
+    monkeypatch.setattr(adopting, "read_our_code", lambda: CODE)
     new_head = add_foreign_commit(repository)
     status, output = publish(copy, "--push")
     assert status == 1 and f"its head is {new_head}" in output

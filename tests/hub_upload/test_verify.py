@@ -16,13 +16,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.models import limited_process
+from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
 from hub_upload import loading
 from hub_upload import verify as verifying
 from hub_upload.build import build_model_repository, read_source
 from hub_upload.checks import FAILED, PASSED, SKIPPED, Check, check_files
 from hub_upload.files import BuiltFiles, is_small, read_folder
-from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
+from hub_upload.manifest import MANIFEST
 from hub_upload.publish import read_built_folder
 from hub_upload.verify import MODEL_CHECKS, VerifyReport, verify
 from tests.helpers.publishable import (

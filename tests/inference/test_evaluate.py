@@ -308,9 +308,52 @@ def test_a_character_is_drawn_in_a_font_that_has_it_or_named_as_missing(tmp_path
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, of a glyph that is missing
-        draw_sheet([question(1, "Ⓐ$x$")], ["文\u200d"], tmp_path / "sheet.png")
+        draw_sheet([question(1, "Ⓐ$x$")], ["文\u200d\x1e"], tmp_path / "sheet.png")
     assert "no installed font has U+6587" in heads[0][1][0]
     assert [line for line, _ in heads[1]][-2:] == ["□", "expected: Ⓐ$x$"]
+
+
+def test_a_font_that_was_installed_after_matplotlib_made_its_list_is_found(tmp_path, monkeypatch):
+    from matplotlib import font_manager
+
+    own = [font for font in font_manager.fontManager.ttflist if "matplotlib" in font.fname]
+    listed, new = [], []
+    for font in own:  # Ⓐ is in STIX alone
+        (new if "STIXGeneral.ttf" in font.fname else listed).append(font)
+    without = [font for font in listed if "STIX" not in font.name]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", without)
+    (tmp_path / "damaged.ttf").write_bytes(b"no font")
+    installed = [str(tmp_path / "damaged.ttf"), *{font.fname for font in new}]
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [])
+    assert contact_sheet.find_fonts("Ⓐ")[1] == {"Ⓐ"}
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: installed)
+    assert contact_sheet.find_fonts("Ⓐ") == ([contact_sheet.FONT, "STIXGeneral"], set())
+
+
+@pytest.mark.parametrize("turned", [1, 6])
+def test_expected_boxes_are_green_and_answered_boxes_red_where_they_are(image, tmp_path, turned):
+    """On a square image; lines and frame are one to two pixels wide."""
+    expected, answered = (100, 200, 400, 700), (500, 200, 900, 700)
+    texts = ["[[{:03},{:03},{:03},{:03}]]".format(*box) for box in (expected, answered)]
+    rows = [question(1, texts[0], image("black", (300, 300), turned=turned))]
+    draw_sheet(rows, [texts[1]], tmp_path / "sheet.png")
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    is_black = (sheet == 0).all(-1)
+    frame = Image.fromarray(is_black).crop((0, 30, 300, 190)).getbbox()
+    left, top, side = frame[0], frame[1] + 30, frame[2] - frame[0]
+    red, green, _ = sheet[top : top + side, left : left + side].transpose(2, 0, 1)
+    for is_color, box in ((green > red + 60, expected), (red > green + 60, answered)):
+        line_edges = Image.fromarray(is_color).getbbox()
+        assert [edge * 1000 / side for edge in line_edges] == pytest.approx(box, abs=3000 / side)
+
+
+def test_boxes_are_named_with_their_iou_and_drawn_on_a_single_image_only(image):
+    box, half = "[[000,000,200,200]]", "[[000,000,100,200]]"
+    cell = contact_sheet.cell_lines(question(1, box, image("blue")), half, 1)
+    assert cell[0][0] == "row 1, blue.png, IoU 0.50"
+    assert contact_sheet.cell_lines(question(1, "no box"), half, 1)[0][0] == "row 1"
+    colors = [color for _, color in contact_sheet._boxes_to_draw(question(1, box), half)]
+    assert colors == [contact_sheet.RED, contact_sheet.GREEN]
 
 
 class Counted(str):

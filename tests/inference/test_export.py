@@ -21,6 +21,7 @@ from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.terminal_text import pip_install
+from tests.helpers.cogagent import write_cogagent
 from tests.helpers.fresh_process import run_without_package
 
 by_compressor = pytest.mark.skipif(
@@ -87,7 +88,9 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     whole, weights = (load_file(folder / "model.safetensors") for folder in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
-    assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].tower else set()))
+    assert fc1 == (
+        {"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].quantizes_tower else set())
+    )
     assert '"quant_method": "compressed-tensors"' in (out / "config.json").read_text()
     texts = "".join(path.read_text() for path in out.iterdir() if path.suffix != ".safetensors")
     assert str(tmp_path) not in texts and str(files.model) not in texts
@@ -111,6 +114,19 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True
 assert type(model).__module__.startswith("transformers_modules."), type(model)
 """
     run_without_package(code, tmp_path, str(tmp_path / "out"))
+
+
+@by_compressor
+def test_an_exported_cogagent_computes_what_the_exported_glm_4v_does(files, learned, tmp_path):
+    cogagent = write_cogagent(files.model, tmp_path / "cogagent")
+    for model in (files.model, cogagent):
+        assert export(model, tmp_path / f"{model.name} out", learned) == 0
+    exact = logits(files.model, learned)
+    quantized_glm4v, quantized_cogagent = (
+        apart(logits(tmp_path / f"{model.name} out", learned), exact)
+        for model in (files.model, cogagent)
+    )
+    assert 0 < quantized_cogagent < 1.5 * quantized_glm4v < 0.05
 
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(

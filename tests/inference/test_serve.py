@@ -459,6 +459,20 @@ def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces():
         assert "".join(texts) == expected and sequence.is_stopped == (stop != ())
 
 
+def test_no_part_of_a_stop_text_leaks_at_any_split():
+    text = "one two END three"
+    for stop in (("END",), ("END", "two ENDS"), ("END three", "E")):
+        expected = "one two"
+        splits = [[text[:at], text[at:]] for at in range(1, len(text))]
+        for pieces in (*splits, [*text]):
+            texts: list = []
+            sequence = row(texts, stop=stop)
+            for piece in pieces:
+                sequence.on_finalized_text(piece)
+            sequence.on_finalized_text("", stream_end=True)
+            assert ("".join(texts), sequence.is_stopped) == (expected, True), (stop, pieces)
+
+
 def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
     tokenizer = answerer.processor.tokenizer
     for max_tokens, token, reason, tokens in ((3, 1, "length", 3), (1, 2, "stop", 1)):

@@ -84,6 +84,8 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     [(program, command, environment)] = executed
     assert command[:3] == [str(tmp_path / "vllm"), "serve", str(files.model)]
     assert program == command[0]
+    # A published cogagent names a class that is a text model in vLLM.
+    assert json.loads(option(command, "--hf-overrides")) == {"architectures": ["GLM4VForCausalLM"]}
     assert options(command, "--served-model-name") == [str(files.model), "glm-4v", "glm-4v-9b"]
     defaults = json.loads(option(command, "--override-generation-config"))
     assert defaults == {"max_new_tokens": 7, "temperature": 0}
@@ -186,7 +188,9 @@ class FakeVllm(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(vllm=SimpleNamespace(__version__=vllm_plugin.NEWEST_VLLM))
-        every = vllm_plugin._USED_NAMES.items()
+        newest = [*vllm_plugin._PROMPT_HOOKS.items()][-1:]
+        hooks = {"vllm.model_executor.models.glm4v": dict(newest)}
+        every = [*vllm_plugin._USED_NAMES.items(), *hooks.items()]
         for module, path, wanted in ((m, *item) for m, names in every for item in names.items()):
             holder = self.setdefault(module, SimpleNamespace())
             *owners, name = path.split(".")
@@ -279,7 +283,14 @@ def test_all_incompatible_names_are_reported_with_version_and_cure(fake, words):
     glm4v = fake["vllm.model_executor.models.glm4v"]
     glm4v.GLM4VForCausalLM.compute_logits = taking("grid")
     del glm4v.GLM4VProcessingInfo, fake["vllm.multimodal"].MULTIMODAL_REGISTRY
-    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes (grid)", vllm_plugin.NEWEST_VLLM)
+    del glm4v.GLM4VMultiModalProcessor
+    moved = (
+        *vllm_plugin._PROMPT_HOOKS,
+        "GLM4VProcessingInfo",
+        "MULTIMODAL_REGISTRY",
+        "takes (grid)",
+        vllm_plugin.NEWEST_VLLM,
+    )
     with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
 
@@ -306,6 +317,24 @@ def test_vllm_will_ask_the_model_for_positions(fake):
     model.uses_mrope = False
     with pytest.raises(RuntimeError, match="uses_mrope stays False"):
         SharedPositions.verify_and_update_model_config(model)
+
+
+def test_vllm_rotates_as_the_config_says(fake, logged, words):
+    register()
+    vllm_plugin.logger.setLevel("INFO")
+    for fields, expected in (({}, True), ({"original_rope": True}, True)):
+        model = settings(**fields)
+        SharedPositions.verify_and_update_model_config(model)
+        assert model.hf_config.original_rope is expected and "by halves" not in logged.text
+    SharedPositions.verify_and_update_model_config(settings(original_rope=False))
+    assert "by halves" in logged.text
+    for value in ("false", "true", 0, None):
+        with pytest.raises(ValueError, match=f"original_rope is {value!r}; expected true"):
+            SharedPositions.verify_and_update_model_config(settings(original_rope=value))
+    for original_rope in (True, False):
+        vllm_plugin.require_rotation(original_rope, [not original_rope] * 2)
+        with words.refused(RuntimeError, f"{original_rope=}", pip=pip_install()):
+            vllm_plugin.require_rotation(original_rope, [not original_rope, original_rope])
 
 
 def test_adapters_on_the_tower_are_refused(words):

@@ -36,8 +36,9 @@ def answers(tmp_path_factory):
     return ask
 
 
-def test_with_the_plug_in_positions_tokens_and_logits_are_ours(answers):
-    report = answers("--adapters")
+@pytest.mark.parametrize("rotation", [[], ["--halves"]])
+def test_with_the_plug_in_positions_tokens_and_logits_are_ours(answers, rotation):
+    report = answers("--adapters", *rotation)
     conversations = [row["conversation"] for row in report["rows"]]
     assert len(conversations) == 10 and "three images, three turns" in conversations
     assert "adapters: two images" in conversations

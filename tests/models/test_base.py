@@ -12,23 +12,30 @@ from safetensors.torch import save_file
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
-from glm4v_patched.models import placement
-from glm4v_patched.models.base import ModelSource, digest_file, identify, pin_revision
+from glm4v_patched.models import find, placement
+from glm4v_patched.models.base import (
+    ModelSource,
+    digest_file,
+    identify,
+    pin_revision,
+    require_recorded_base,
+)
 from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.models.placement import Placement, PlacementError, place_processes
+from tests.helpers.tiny import update_json
 
 
-def model(folder: Path, **changes) -> Path:
+def write_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    config = {"model_type": "chatglm", "vision_config": {}} | changes
+    config = {"model_type": "chatglm", "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"w": torch.arange(4.0)}, folder / "model.safetensors")
     return folder
 
 
 def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
-    one, moved = model(tmp_path / "one"), tmp_path / "moved"
+    one, moved = write_model(tmp_path / "one"), tmp_path / "moved"
     digests = identify(ModelSource(str(one)))
     shutil.copytree(one, moved)
     (moved / "README.md").touch()
@@ -65,8 +72,7 @@ def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    model(tmp_path / "snapshots" / "c0ffee")
-
+    write_model(tmp_path / "snapshots" / "c0ffee")
     downloads = []
 
     def answer(of_config, of_adapters=None):
@@ -97,12 +103,48 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
             pin_revision(ModelSource("org/name"))
 
 
-def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
+def test_adapters_on_a_model_of_the_hub_that_is_no_glm4v_are_refused(tmp_path, monkeypatch):
+    config = write_model(tmp_path / "snapshots" / "c0ffee") / "config.json"
+    update_json(config, model_type="llama")
+
+    def download(repository, name, revision):
+        if name != "config.json":
+            raise EntryNotFoundError("no such file")
+        return str(config)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ValueError, match="adapters of .* not a glm-4v's: model_type is 'llama'"):
+        pin_revision(ModelSource("org/name", adapters=tmp_path / "adapters"))
+
+
+def test_the_revision_of_adapters_on_the_hub_is_not_taken_for_their_models(files, monkeypatch):
+    downloaded = []
+
+    def download(name, revision):
+        downloaded.append((name, revision))
+        return files.adapters
+
+    monkeypatch.setattr(find, "adapters_of_hub", download)
+    assert find_source("our-org/adapters", "v2").model == str(files.model)
+    assert downloaded == [("our-org/adapters", "v2")]
+
+
+def test_a_file_that_the_base_model_has_lost_is_named(tmp_path):
+    base = ModelSource(str(write_model(tmp_path / "model")), adapters=tmp_path)
+    recorded = identify(ModelSource(base.model)) | {"gone.safetensors": "abc"}
+    (tmp_path / "training.json").write_text(json.dumps({"base": recorded}))
+    with pytest.raises(ValueError, match="\n  gone.safetensors: abc recorded, None now$"):
+        require_recorded_base(base)
+    (Path(base.model) / "gone.safetensors").touch()
+    with pytest.raises(ValueError, match="\n  gone.safetensors: abc recorded, [0-9a-f]{64} now$"):
+        require_recorded_base(base)
+
+
+def test_adapters_bring_their_own_processor_or_have_the_models(files, adapters):
     model = str(files.model)
     processor = load_processor(ModelSource(model))
     shared = load_processor(ModelSource(model, adapters=files.adapters))
     assert shared.chat_template == processor.chat_template
-    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
     processor.chat_template = processor.tokenizer.chat_template = "hello"
     processor.save_pretrained(adapters)
     assert load_processor(ModelSource(model, adapters=adapters)).chat_template == "hello"
@@ -131,7 +173,7 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, options
     assert Placement(8, local_processes=2).share == 1 / 4
 
 
-def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id_is_refused(monkeypatch):
     """Without a look at the Hub."""
     for name in (f"our-org/{'a' * 88}", "o/n_a.me"):
         assert find_model_problem(name) is None
@@ -145,10 +187,7 @@ def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1e308"])
-def test_settings_that_are_not_finite_are_refused_where_they_are_read(files, tmp_path, text):
-    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
-    model = Path(shutil.copytree(files.model, tmp_path / "model"))
-
+def test_settings_that_are_not_finite_are_refused_where_they_are_read(adapters, model, text):
     def refused(file: Path, changed: dict, named: str) -> None:
         before = file.read_text()
         file.write_text(json.dumps(json.loads(before) | changed))

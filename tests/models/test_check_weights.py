@@ -18,6 +18,7 @@ from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, shards
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe, write_recipe
+from tests.helpers.tiny import update_json
 
 TOWER = "transformer.vision."
 LAYER = "transformer.encoder.layers.1."
@@ -51,11 +52,6 @@ def with_more(name: str, *sides: int):
     return lambda weights: weights | {name: torch.zeros(sides)}
 
 
-def configured(model: Path, **fields) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def write_index(folder: Path, where: dict[str, str]) -> None:
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
@@ -78,9 +74,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("new", "message"), FAULTS.values(), ids=FAULTS)
-def test_what_is_not_whole_is_refused_by_names_and_shapes(model, new, message):
+def test_weights_that_do_not_match_their_config_are_refused(model, new, message):
     if new is None:
-        configured(model, ffn_hidden_size=8)
+        update_json(model / "config.json", ffn_hidden_size=8)
     else:
         change(model, new)
     with pytest.raises(ValueError, match=message) as refused:
@@ -98,7 +94,7 @@ def test_an_index_may_name_any_file_of_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", WEIGHTS_INDEX, "notes"])
-def test_a_pipe_in_a_folder_is_told_and_not_waited_for(model, name):
+def test_a_pipe_in_a_model_folder_is_refused_without_reading_it(model, name):
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     assert f"{name} in it is a pipe" in find_model_problem(str(model))
@@ -124,8 +120,8 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
         with pytest.raises(ValueError, match="without another folder"):
             require_complete_model(str(model))
     (model / WEIGHTS_INDEX).unlink()
-    configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
-    missing = "saved quantized by gptq, needs gptqmodel: .*install gptqmodel"
+    update_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    missing = "saved quantized by gptq, needs gptqmodel and optimum: .*install gptqmodel optimum"
     with pytest.raises(RuntimeError, match=missing):
         find_source(str(model))
     with pytest.raises(
@@ -134,7 +130,7 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
         find_source(str(model), weights="fp8")
 
 
-def test_what_transformers_reads_alike_is_whole(model, tmp_path):
+def test_a_decoders_names_a_rotary_buffer_and_an_old_index_are_accepted(model, tmp_path):
     """The decoder's own names, the published buffer, a file beside an old index."""
     want = dict(GLM4VForCausalLM.from_pretrained(model).named_parameters())
     number = require_complete_model(str(model))
@@ -153,9 +149,10 @@ def test_pickled_weights_are_refused_with_the_cure(model):
     assert "Pickled weights (*.bin) are not read: save" in str(find_model_problem(str(model)))
 
 
-def test_weights_in_pieces_of_a_quantizer_are_whole(model):
+def test_quantized_weights_stored_in_pieces_are_accepted(model):
     """As compressed-tensors, GPTQ and bitsandbytes name them."""
-    configured(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    update_json(model / "config.json", quantization_config=quantized)
 
     def in_pieces(weights):
         packed = torch.zeros(4, 1, dtype=torch.uint8)
@@ -178,7 +175,7 @@ def test_weights_in_pieces_of_a_quantizer_are_whole(model):
         require_complete_model(str(model))
 
 
-def test_weights_that_begin_at_random_on_purpose_are_said(model):
+def test_from_scratch_accepts_only_missing_and_trained_weights(model):
     adapter, number = TOWER + "linear_proj", require_complete_model(str(model))
     change(model, without(adapter))
     assert require_complete_model(str(model), None, [adapter]) == number - 6
@@ -191,7 +188,7 @@ def test_weights_that_begin_at_random_on_purpose_are_said(model):
             require_complete_model(str(model), None, from_scratch, trained)
 
 
-def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkeypatch):
+def test_weights_on_the_hub_are_checked_by_their_headers(model, tmp_path, monkeypatch):
     contents = {path.name: path.read_bytes() for path in model.iterdir()}
     change(model, without(TOWER))
     with LocalHub() as hub:
@@ -229,7 +226,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_every_command_refuses_a_model_that_is_not_whole(
+def test_every_command_refuses_a_model_with_missing_weights(
     tiny_recipe, model, tmp_path, capfd, command
 ):
     change(model, without(TOWER))
@@ -268,7 +265,7 @@ def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
 
 
 @pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
-def test_a_model_is_whole_or_refused_whatever_is_changed(model, profile):
+def test_any_change_of_names_or_shapes_is_refused(model, profile):
     whole = load_file(model / SINGLE_FILE)
     shapes = {name: tensor.shape for name, tensor in whole.items() if not name.endswith(COMPUTED)}
 

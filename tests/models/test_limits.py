@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -16,24 +15,22 @@ from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.check_weights import require_readable
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limited_process import LIMITED_PROCESS, LimitExceeded
-from glm4v_patched.models.limits import SETTINGS_FILES, LimitedTemplate, require_adapters
+from glm4v_patched.models.limits import (
+    SETTINGS_FILES,
+    LimitedTemplate,
+    require_adapters,
+    require_settings,
+)
 from glm4v_patched.models.loading import load_processor
+from glm4v_patched.patch import config_json
 from glm4v_patched.patch.config_json import MAX_JSON_DEPTH, read_json_object
 from glm4v_patched.remote import configuration_chatglm, modeling_chatglm
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.tokenization_chatglm import CHAT_TEMPLATE
+from tests.helpers.tiny import update_json
 
 OTHER_TEMPLATE = CHAT_TEMPLATE + "{# by others #}"
 CHAT = [{"role": "user", "content": "Hello 你好"}, {"role": "assistant", "content": "<sop>"}]
-
-
-@pytest.fixture
-def model(files, tmp_path) -> Path:
-    return Path(shutil.copytree(files.model, tmp_path / "model"))
-
-
-def change(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def nested(key: str, value: object, config: dict) -> dict:
@@ -53,7 +50,7 @@ def test_a_config_of_other_sizes_than_its_weights_is_refused_with_both_numbers(m
     config = json.loads((model / "config.json").read_text())
     section, _, name = key.rpartition(".")
     value = 2 * (config[section] if section else config)[name]
-    (model / "config.json").write_text(json.dumps(config | nested(key, value, config)))
+    update_json(model / "config.json", **nested(key, value, config))
     with pytest.raises(ValueError, match=r"are missing|have other shapes .*\], not \["):
         find_source(str(model))
 
@@ -72,7 +69,7 @@ def test_more_positions_or_larger_patches_than_there_are_weights_for_are_refused
     for side, patch in ((2**14, 14), (vision["image_size"] * 2, 28)):
         positions = (side // patch) ** 2 + 1
         changed = {"image_size": side, "patch_size": patch, "num_positions": positions}
-        change(model / "config.json", {"vision_config": vision | changed})
+        update_json(model / "config.json", vision_config=vision | changed)
         with pytest.raises(ValueError, match="have other shapes .*_embedding"):
             find_source(str(model))
 
@@ -98,7 +95,7 @@ def test_absurd_sizes_are_refused_by_the_config_itself(fields):
         ChatGLMConfig(**fields)
 
 
-def test_the_largest_sizes_are_whole_models_on_the_meta_device():
+def test_the_largest_allowed_sizes_build_on_the_meta_device():
     """Of one layer each; no product overflows."""
     vision = configuration_chatglm.MAX_VISION_SIZES | {"num_hidden_layers": 1}
     vision |= {"image_size": 2**14, "patch_size": 2**2, "num_positions": 2**24 + 1}
@@ -153,13 +150,23 @@ def test_files_that_are_far_too_large_are_not_read(model, name):
         load_processor(ModelSource(str(model)))
 
 
-def test_values_are_nested_as_deep_as_is_said(tmp_path):
+def test_json_may_be_nested_up_to_the_limit(tmp_path):
     for depth, fits in ((MAX_JSON_DEPTH, True), (MAX_JSON_DEPTH + 1, False)):
         (tmp_path / "a.json").write_text('{"a":' * depth + "1" + "}" * depth)
         try:
             assert read_json_object(tmp_path / "a.json") and fits
         except ValueError as error:
             assert not fits and "nests more" in str(error)
+
+
+def test_a_file_may_have_as_many_bytes_as_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(config_json, "MAX_JSON_BYTES", 10)
+    path = tmp_path / "a.json"
+    path.write_bytes(b'{"a": 100}')
+    assert read_json_object(path) == {"a": 100}
+    path.write_bytes(b'{"a": 1000}')
+    with pytest.raises(ValueError, match="a.json has 11 bytes; expected at most 10"):
+        read_json_object(path)
 
 
 def split(pattern: str) -> dict:
@@ -187,7 +194,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize(("name", "values"), TOKENIZERS.values(), ids=TOKENIZERS)
-def test_what_a_tokenizer_would_take_for_ever_for_is_refused(model, name, values):
+def test_tokenizer_settings_that_would_run_for_ever_are_refused(model, name, values):
     path = model / name
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
     with pytest.raises(ValueError, match="expected|remove it") as refused:
@@ -195,7 +202,12 @@ def test_what_a_tokenizer_would_take_for_ever_for_is_refused(model, name, values
     assert str(model) in str(refused.value)
 
 
-def test_a_rank_as_long_as_a_page_is_refused(model):
+def test_as_many_added_tokens_as_the_limit_are_accepted(model):
+    update_json(model / "tokenizer_config.json", extra_special_tokens=[*map(str, range(2**14))])
+    require_settings(str(model), "main")
+
+
+def test_a_vocabulary_with_a_very_long_line_is_refused(model):
     (model / "tokenizer.model").write_bytes(b"a" * 3000 + b" 1\n")
     with pytest.raises(ValueError, match="tokenizer.model has a line of 3,002 bytes"):
         load_processor(ModelSource(str(model)))
@@ -206,7 +218,7 @@ def with_template(model: Path, template: str):
     return load_processor(ModelSource(str(model)))
 
 
-def test_a_template_of_others_gives_the_same_ids_by_the_process_with_limits(files, model):
+def test_another_chat_template_gives_the_same_ids_in_the_limited_process(files, model):
     ours = load_processor(ModelSource(str(files.model)))
     theirs = with_template(model, OTHER_TEMPLATE)
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -236,25 +248,26 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
-def test_a_template_that_begins_to_take_for_ever_is_ended(model, monkeypatch, template):
+def test_a_chat_template_is_stopped_at_its_time_and_memory_limits(model, monkeypatch, template):
     monkeypatch.setattr(limited_process, "BASE_SECONDS", 2)
     template = "{% if 'now' in messages | string %}" + template + "{% endif %}" + CHAT_TEMPLATE
     collator = ConversationCollator(with_template(model, template))
     rows = [[{"role": "user", "content": text}, CHAT[1]] for text in ("then", "now", "now")]
     assert collator.measure(rows[:1])[0].supervised
-    for row in rows[1:]:  # the second one at once
+    for row in rows[1:]:
         with pytest.raises(ValueError, match="its chat template"):
             collator.measure([row])
+        monkeypatch.setattr(LIMITED_PROCESS, "run", lambda *_: pytest.fail("it was tried again"))
 
 
-def test_a_template_that_never_begins_is_ended_while_it_is_loaded(model, monkeypatch):
+def test_a_chat_template_that_exceeds_its_limits_is_refused_at_load(model, monkeypatch):
     monkeypatch.setattr(limited_process, "BASE_SECONDS", 1)
     for template in ("{{ 'a' * 10000000000 }}", HOSTILE["time"]):
         with pytest.raises(ValueError, match="chat template took more than .*; use another"):
             with_template(model, template)
 
 
-def test_the_process_with_limits_is_one_for_all_threads_and_another_after_a_fork():
+def test_the_limited_process_serves_all_threads_restarts_and_is_not_forked():
     template = LimitedTemplate("here")
     options = {"chat_template": "{{ messages[0].content }}"}
     rendered: dict[int, str] = {}
@@ -292,16 +305,15 @@ ADAPTERS = {
 }
 
 
-def test_settings_of_adapters_cost_nothing_before_they_are_refused(files, tmp_path, monkeypatch):
+def test_adapter_settings_that_take_too_long_are_refused(files, adapters, monkeypatch):
     """In a thread: no clock of the main one alone."""
     monkeypatch.setattr(limited_process, "BASE_SECONDS", 0.2)
-    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
     config, refused = (adapters / "adapter_config.json").read_text(), []
 
     def look() -> None:
         for field, (value, message) in ADAPTERS.items():
             (adapters / "adapter_config.json").write_text(config)
-            change(adapters / "adapter_config.json", {field: value})
+            update_json(adapters / "adapter_config.json", **{field: value})
             with pytest.raises(ValueError, match=f"adapter_config.json.*{message}") as error:
                 require_adapters(ModelSource(str(files.model), adapters=adapters))
             assert field in ("r", "lora_dropout") or f": {field} " in str(error.value)

@@ -19,6 +19,7 @@ from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.models.quantized_weights import WEIGHT_FORMATS, choose_cache_implementation
+from tests.helpers.cogagent import write_cogagent
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
@@ -27,7 +28,7 @@ def asked(files) -> list:
 
 
 @pytest.mark.parametrize("kind", ["model", "adapters"])
-def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, kind):
+def test_only_layers_of_both_towers_are_stored_in_fp8(files, monkeypatch, kind):
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     base = find_source(str(getattr(files, kind)), weights="fp8")
     in_fp8, plain = load_with_processor(base, "cpu", "fp8"), load_with_processor(base, "cpu")
@@ -52,7 +53,7 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
     assert len(answerers[0].answer(asked(files))) == 2
 
 
-def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
+def test_adapters_load_onto_a_model_that_is_stored_in_fp8(tmp_path, monkeypatch):
     """As a server puts several on one model."""
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     torch.manual_seed(0)
@@ -79,7 +80,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("way", [4, 8, "fp8"])
-def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
+def test_quantizing_frees_each_old_weight_before_the_next_layer(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     model, alive_counts, hold = tiny_model(), [], Fp8StoredLinear.quantize_weight
@@ -108,7 +109,7 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     assert all(count <= len(alive) - n + 1 for n, count in enumerate(alive_counts))
 
 
-def test_of_a_model_that_is_loaded_layers_outside_of_both_towers_stay_as_they_are(monkeypatch):
+def test_bitsandbytes_skips_layers_outside_of_both_towers(monkeypatch):
     """As those of one that is quantized when it is built."""
     # Which transformers 4.57 asks for, of bitsandbytes.
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.0")
@@ -128,7 +129,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "arguments", "named"), REFUSED)
-def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
+def test_weights_that_the_device_or_cache_does_not_support_are_refused(
     files, tmp_path, monkeypatch, capsys, command, arguments, named
 ):
     monkeypatch.setattr(
@@ -140,7 +141,7 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
     assert named in capsys.readouterr().err
 
 
-def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
+def test_quantized_weights_get_a_dynamic_cache():
     assert choose_cache_implementation("auto", None, default="static") == "static"
     assert choose_cache_implementation("auto", "fp8", default="static") == "static"
     assert choose_cache_implementation("auto", "8bit", default="static") == "dynamic"
@@ -161,10 +162,30 @@ def test_a_missing_package_or_gpu_is_named(files, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHT_FORMATS))
-def test_each_way_answers_on_a_gpu(files, weights):
+def test_each_weight_format_answers_on_a_gpu(files, weights):
     if weights in REQUIRED_PACKAGES:
         reason = "bitsandbytes is missing: pip install bitsandbytes"
         pytest.importorskip("bitsandbytes", reason=reason)
     loaded = load_with_processor(find_source(str(files.model), weights=weights), "cuda", weights)
     assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(asked(files))) == 2
     assert type(loaded.model.transformer.output_layer) is torch.nn.Linear
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [None, *sorted(WEIGHT_FORMATS)])
+def test_a_cogagent_on_a_gpu_computes_what_its_glm_4v_does(files, tmp_path, weights):
+    """Nothing permutes the channels of quantized weights."""
+    if weights in REQUIRED_PACKAGES:
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    logits = []
+    for folder in (files.model, write_cogagent(files.model, tmp_path / "cogagent")):
+        source = find_source(str(folder), weights=weights)
+        answerer = Answerer(load_with_processor(source, "cuda", weights), Generation())
+        inputs = answerer.encode(asked(files))
+        with torch.no_grad():
+            logits.append(answerer.model(**inputs).logits.float())
+            answerer.model.config.original_rope ^= True
+            other_rotation = answerer.model(**inputs).logits.float()
+    glm4v, cogagent = logits
+    difference, limit = (cogagent - glm4v).norm(), 0.05 * glm4v.norm()
+    assert difference < limit and difference < 0.5 * (other_rotation - glm4v).norm()

@@ -1,8 +1,8 @@
 """A setting of a model or of adapters that has a wrong type is refused by its file and name."""
 
 import json
-import shutil
 from collections import Counter
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -24,7 +24,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     VISION_SETTINGS,
     ChatGLMConfig,
 )
-from tests.helpers.tiny import golden_json
+from tests.helpers.tiny import golden_json, update_json
 
 VALUES = [None, True, -1, 0, 1.5, float("inf"), 10**30, "", "x", [], [[1]], {}, {"a": {"b": 1}}]
 # Of transformers' class of configs, and of configs of other models.
@@ -55,7 +55,7 @@ def test_a_config_of_wrong_types_is_read_or_refused_by_the_settings_name(name):
             assert value in (None, {}) and name == "id2label"
 
 
-def test_other_names_of_one_setting_agree(tmp_path):
+def test_two_names_of_one_setting_that_differ_are_refused():
     config = golden_json("config.json")
     with pytest.raises(ValueError, match="num_hidden_layers and num_layers, which differ"):
         ChatGLMConfig.from_dict(config | {"num_hidden_layers": 3})
@@ -65,79 +65,78 @@ def test_other_names_of_one_setting_agree(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hidden_act", "text_config", "decoder", "generator"])
-def test_names_of_functions_and_of_other_configs_are_refused_before_a_model_is_built(
-    files, tmp_path, name
-):
-    model = shutil.copytree(files.model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
+def test_names_of_functions_and_of_other_configs_are_refused_before_a_model_is_built(model, name):
+    vision = json.loads((model / "config.json").read_text())["vision_config"]
     for value in ("evil", {"model_type": "llama"}):
-        (config["vision_config"] if name == "hidden_act" else config)[name] = value
-        (model / "config.json").write_text(json.dumps(config))
+        changed = (
+            {"vision_config": vision | {name: value}} if name == "hidden_act" else {name: value}
+        )
+        update_json(model / "config.json", **changed)
         with pytest.raises(ValueError, match=rf"config.json.* {name}\b.*expected"):
             find_source(str(model))
 
 
 @pytest.mark.parametrize("name", [*PEFT_SETTING_TYPES, *UNSUPPORTED_SETTINGS, "another"])
-def test_adapters_of_wrong_types_are_refused_by_the_settings_name(files, tmp_path, name):
-    folder = shutil.copytree(files.adapters, tmp_path / "adapters")
-    path = folder / "adapter_config.json"
+def test_adapters_of_wrong_types_are_refused_by_the_settings_name(adapters, name):
+    path = adapters / "adapter_config.json"
     values = json.loads(path.read_text())
     refused = 0
     for value in VALUES:
         path.write_text(json.dumps(values | {name: value}))
         try:
-            base_of_adapters(folder)
+            base_of_adapters(adapters)
         except ValueError as error:
             assert str(path) in str(error) and name in str(error)
             refused += 1
     assert refused >= (3 if name != "another" else 1)
     path.write_text(json.dumps(values))
-    base_of_adapters(folder)
+    base_of_adapters(adapters)
 
 
-def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(files, tmp_path):
+@pytest.mark.parametrize("name", ["r", "rank_pattern", "alpha_pattern"])
+def test_a_rank_or_alpha_of_0_is_refused(adapters, name):
+    for value, fits in ((1, True), (0, False)):
+        value = value if name == "r" else {"query_key_value": value}
+        update_json(adapters / "adapter_config.json", **{name: value})
+        with nullcontext() if fits else pytest.raises(ValueError, match=f"{name} is .*; expected"):
+            base_of_adapters(adapters)
+
+
+def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(model):
     """Also when the first text is encoded."""
-    folder = shutil.copytree(files.model, tmp_path / "model")
-    values = json.loads((folder / "tokenizer_config.json").read_text())
+    values = json.loads((model / "tokenizer_config.json").read_text())
     refused: Counter[str] = Counter()
     others = product(["tokenizer_file", "vocab_file"], VALUES[1:])
     for name, value in [*product(TOKENIZER_SETTINGS, VALUES), *others]:
-        (folder / "tokenizer_config.json").write_text(json.dumps(values | {name: value}))
+        (model / "tokenizer_config.json").write_text(json.dumps(values | {name: value}))
         try:
-            load_processor(ModelSource(str(folder))).tokenizer("x")
+            load_processor(ModelSource(str(model))).tokenizer("x")
         except ValueError as error:
-            assert name in str(error) and str(folder) in str(error) and len(str(error)) < 1_000
+            assert name in str(error) and str(model) in str(error) and len(str(error)) < 1_000
             refused[name] += 1
     assert min(refused[name] for name in TOKENIZER_SETTINGS) >= 7 and refused["vocab_file"] == 12
 
 
-def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_defaults_too(
-    files, tmp_path
-):
+def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_defaults_too(adapters):
     """Of an empty object, peft makes that variant with its defaults."""
-    folder = shutil.copytree(files.adapters, tmp_path / "adapters")
-    path = folder / "adapter_config.json"
+    path = adapters / "adapter_config.json"
     values = json.loads(path.read_text()) | {"loftq_config": {}}
     for name in UNSUPPORTED_SETTINGS:
         path.write_text(json.dumps(values | {name: {}}))
         if name == "loftq_config":
-            assert base_of_adapters(folder)
+            assert base_of_adapters(adapters)
             continue
         with pytest.raises(ValueError, match=rf"{name} is {{}}; expected null"):
-            base_of_adapters(folder)
+            base_of_adapters(adapters)
 
 
 @pytest.mark.parametrize("keys", [{}, {"quantization_config": None}])
-def test_a_config_that_names_another_one_is_refused(files, tmp_path, keys):
+def test_a_config_that_names_another_one_is_refused(model, keys):
     """transformers reads that one, which nobody has looked at."""
-    model = shutil.copytree(files.model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | keys
-    (model / "config.json").write_text(json.dumps(config))
+    update_json(model / "config.json", **keys)
     assert find_source(str(model)).model == str(model)
-    (model / "config.4.0.0.json").write_text(json.dumps(config | {"rope_ratio": 5}))
-    (model / "config.json").write_text(
-        json.dumps(config | {"configuration_files": ["config.4.0.0.json"]})
-    )
+    (model / "config.4.0.0.json").write_text((model / "config.json").read_text())
+    update_json(model / "config.json", configuration_files=["config.4.0.0.json"])
     with pytest.raises(ValueError, match=r"config.json .*configuration_files .*: remove it"):
         find_source(str(model))
 
@@ -146,11 +145,9 @@ METHODS = [*QUANTIZER_PACKAGES, "higgs", "evil", None, 1, "", [], {}]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_method_whose_package_is_absent_or_unknown_is_said(files, tmp_path, method, monkeypatch):
-    model = shutil.copytree(files.model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    quantized = {"quantization_config": {"quant_method": method, "bits": 4}}
-    (model / "config.json").write_text(json.dumps(config | quantized))
+def test_a_quantizer_that_is_absent_or_unknown_is_named(model, method, monkeypatch):
+    quantized = {"quant_method": method, "bits": 4}
+    update_json(model / "config.json", quantization_config=quantized)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises((ValueError, RuntimeError), match=r"config.json|needs .*: .*install"):
         find_source(str(model))

@@ -105,7 +105,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("case, form", forms_of(FORWARD))
-def test_fp32_logits_hidden_states_and_cache(case, form, kind):
+def test_fp32_logits_hidden_states_and_cache_equal_the_golden_data(case, form, kind):
     inputs, want, _ = golden_case(f"{case}.fp32")
     output = forward(model_for(*MODELS[kind], rope_in_fp32=kind == "fp64"), inputs, form)
     differences = compare_outputs(output, inputs, want, largest_difference)
@@ -113,7 +113,7 @@ def test_fp32_logits_hidden_states_and_cache(case, form, kind):
 
 
 @pytest.mark.parametrize("case, form", forms_of(FORWARD))
-def test_bf16_logits_hidden_states_cache_and_loss(case, form):
+def test_bf16_logits_hidden_states_cache_and_loss_are_near_the_golden_data(case, form):
     inputs, want, _ = golden_case(f"{case}.bf16")
     output = forward(model_for(torch.bfloat16), inputs, form)
     differences = compare_outputs(output, inputs, want, bf16_units)
@@ -126,7 +126,7 @@ def test_bf16_logits_hidden_states_cache_and_loss(case, form):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("case, form", forms_of(LABELED))
-def test_fp32_loss_and_gradients(case, form, implementation, training):
+def test_fp32_loss_and_gradients_equal_the_golden_data(case, form, implementation, training):
     inputs, want, gradients = golden_case(f"{case}.fp32")
     norms = golden_json(f"{case}.fp32.json")["grad_l2_norms"]
     model = model_for(torch.float32, implementation).train(training)
@@ -155,7 +155,7 @@ def test_fp32_loss_and_gradients(case, form, implementation, training):
         ("bf16", torch.bfloat16, "sdpa"),
     ],
 )
-def test_vision_stages(kind, dtype, implementation):
+def test_every_stage_of_the_tower_equals_the_golden_data(kind, dtype, implementation):
     inputs, want, _ = golden_case(f"vision.{kind}")
     model, actual = model_for(dtype, implementation), {}
     vision = model.transformer.vision

@@ -37,6 +37,7 @@ REFUSED = {
         "query_key_value (for q_proj, k_proj, v_proj)",
     ),
     "part of a name": ({"target_modules": "query_key"}, "target_modules names 'query_key'"),
+    "the end of a name": ({"target_modules": ["h_to_4h"]}, "target_modules names 'h_to_4h'"),
     "no head": ({"target_modules": ["dense"], "modules_to_save": ["score"]}, "'score'"),
     "two in one another": (
         {"target_modules": ["dense"], "modules_to_save": ["linear_proj"]},

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import socket
+import string
 import time
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
 from glm4v_patched.demo.tiny_model import build_from_scratch
 from glm4v_patched.patch.config_json import read_json_object
+from glm4v_patched.patch.patch_set import AttributePatch, PatchSet
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
@@ -25,9 +28,10 @@ from glm4v_patched.remote.modeling_chatglm import (
 )
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.helpers.cogagent import permuted
 from tests.helpers.legacy_repository import image_row, remote_code_under, write_legacy_repository
 from tests.helpers.local_hub import LocalHub, redirect_client
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import tiny_model, update_json
 from tests.remote.inputs import assert_close
 
 OURS = {
@@ -155,9 +159,7 @@ def test_a_tokenizer_saved_by_itself_is_ours(published, tmp_path):
 
 def test_the_text_models_of_the_type_load_as_before(published, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "other"))
-    config = json.loads((folder / "config.json").read_text())
-    del config["vision_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    update_json(folder / "config.json", vision_config=None)
     original = AutoConfig.from_pretrained(folder, **TRUSTED)
     load_as_before = AutoConfig.from_pretrained
     glm4v_patched.apply()
@@ -171,14 +173,19 @@ def test_the_text_models_of_the_type_load_as_before(published, tmp_path):
 def test_a_cogagent_loads_with_our_code(published, tmp_path):
     """Its config differs in the rotation and in the name of the class."""
     folder = Path(shutil.copytree(published, tmp_path / "cogagent"))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"original_rope": False, "architectures": ["ChatGLMForConditionalGeneration"]}
-    (folder / "config.json").write_text(json.dumps(config))
+    architectures = ["ChatGLMForConditionalGeneration"]
+    update_json(folder / "config.json", original_rope=False, architectures=architectures)
+    weights = permuted(load_file(folder / "model.safetensors"), tiny_model().config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     glm4v_patched.apply()
     for name in ("AutoConfig", "AutoTokenizer", "AutoProcessor"):
         assert is_ours(load(name, folder, trust_remote_code=False)), name
     model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     assert is_ours(model) and model.config.original_rope is False
+    inputs = {name: value for name, value in image_row(seed=0).items() if name != "labels"}
+    loaded = load("AutoModelForCausalLM", folder, trust_remote_code=True)
+    logits = {"logits": loaded.eval()(**inputs).logits}
+    assert_close(logits, {"logits": tiny_model()(**inputs).logits}, atol=1e-4)
 
 
 @pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoModel", "AutoTokenizer"])
@@ -363,6 +370,19 @@ def test_if_apply_fails_nothing_is_patched(missing, options, kind, message, monk
         assert entries() == originals
 
 
+def test_if_one_replacement_cannot_be_made_nothing_is_patched():
+    owner, before = "string:Formatter", dict(vars(string.Formatter))
+    patches = PatchSet(
+        [
+            AttributePatch(owner, "format", lambda original: None),
+            AttributePatch(owner, "vformat", lambda original: 1 / 0),
+        ]
+    )
+    with pytest.raises(ZeroDivisionError):
+        patches.apply()
+    assert dict(vars(string.Formatter)) == before and not patches.is_applied
+
+
 @pytest.mark.parametrize(
     "first, same, other",
     [
@@ -397,6 +417,9 @@ def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published
         config = AutoConfig.from_pretrained(published)
         assert AutoModel.from_config(config).config.skip_logits is True
         fused = load("AutoModel", published).train()(**batch)
+    with glm4v_patched.applied(fused_linear_cross_entropy=False):  # also if the config says so
+        config.skip_logits = True
+        assert AutoModel.from_config(config).config.skip_logits is False
     assert fused.logits is None and plain.logits is not None
     torch.testing.assert_close(fused.loss, plain.loss, rtol=0, atol=1e-6)
 

@@ -9,11 +9,11 @@ from transformers import PretrainedConfig
 
 from glm4v_patched.bench.roofline import benchmark_config
 from glm4v_patched.inference.vllm_plugin import SharedPositions
+from glm4v_patched.models.adopt import require_glm4v_config
 from glm4v_patched.models.base import _require_glm4v
 from glm4v_patched.models.check_weights import find_model_folder_problem
 from glm4v_patched.patch.config_json import is_glm4v, why_not_glm4v
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from hub_upload.build import _make_config
 from tests.helpers.tiny import golden_json, tiny_config
 
 OTHERS = {
@@ -52,10 +52,9 @@ def test_another_model_is_refused_with_the_same_reason_everywhere(change, part, 
         def to_dict(self) -> dict:
             return values
 
-    source = SimpleNamespace(name="source", read_json=lambda name: values)
     refusals = [
         lambda: _require_glm4v(tmp_path, tmp_path / "adapters"),
-        lambda: _make_config(source, {}),
+        lambda: require_glm4v_config("source", {"config.json": json.dumps(values).encode()}),
         lambda: SharedPositions.verify_and_update_model_config(
             SimpleNamespace(hf_config=Foreign())
         ),

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 import glm4v_patched
-from glm4v_patched.patch.run import find_script
+from glm4v_patched.patch.run import (
+    PATCHED_VARIABLE,
+    STARTUP_FOLDER,
+    find_script,
+    patch_child_processes,
+)
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import cpu_environment, run_with_limit
 
@@ -129,22 +134,22 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "arguments, variable, options",
+    "arguments, value, options",
     [
-        ("", {}, {}),
+        ("", "", {}),
+        ("", "0", {}),
         (
             "--attn-implementation sdpa",
-            {"attn_implementation": "eager", "fused_linear_cross_entropy": True},
+            '{"attn_implementation": "eager", "fused_linear_cross_entropy": true}',
             {"attn_implementation": "sdpa", "fused_linear_cross_entropy": True},
         ),
     ],
-    ids=["none", "command line wins"],
+    ids=["none", "switched off outside", "command line wins"],
 )
-def test_options_reach_apply_and_child_processes(arguments, variable, options, quick):
+def test_options_reach_apply_and_child_processes(arguments, value, options, quick):
     (quick / "script.py").write_text(CHILDREN)
     (quick / "sitecustomize.py").touch()  # another one, which ours shadows
     path = os.pathsep.join([str(quick), os.environ["PYTHONPATH"]])
-    value = json.dumps(variable) if variable else ""
     environment = {"GLM4V_PATCHED": value, "PYTHONPATH": path}
     done = run(*RUN, *arguments.split(), "script.py", "--fused-linear-cross-entropy", **environment)
     assert done.returncode == 0, done.stderr
@@ -310,12 +315,22 @@ def test_a_name_is_that_of_a_command_first_as_for_a_shell(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(command.parent))
     assert find_script("train-it") == str(command)
     assert find_script("./train-it") == "./train-it"
+    script.write_text("import sys")  # named by its path, it needs no first line for a shell
+    assert find_script("./train-it") == "./train-it"
     # The command is beside a python whose environment is not activated.
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", str(command.parent / "python"))
     assert find_script("train-it") == str(command)
     command.unlink()
     assert find_script("train-it") == "train-it"
+
+
+def test_the_startup_folder_is_once_on_pythonpath_however_often_scripts_are_nested(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/other")
+    monkeypatch.setenv(PATCHED_VARIABLE, "")
+    for options in ({}, {"attn_implementation": "eager"}):
+        patch_child_processes(options)
+        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP_FOLDER), "/other"])
 
 
 def test_a_script_in_the_home_folder_is_found(quick, monkeypatch):

@@ -145,6 +145,7 @@ def test_our_code_is_beside_the_weights_and_is_the_only_code_named(name, saved):
     else:
         adapter = json.loads(configs["adapter_config.json"])
         assert adapter["base_model_name_or_path"] == PUBLISHED and "config.json" not in configs
+        assert name == "transformers_adapter" or adapter["auto_mapping"] is None
 
 
 def test_every_adapter_has_the_code_in_its_own_folder_once(saved, tmp_path):

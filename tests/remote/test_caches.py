@@ -98,7 +98,7 @@ def test_a_cache_made_anew_from_its_tensors_needs_positions(model):
 
 
 @torch.no_grad()
-def test_a_turn_is_taken_back_with_its_image(model):
+def test_a_cropped_turn_with_an_image_can_be_replaced(model):
     """Another turn then replaces it."""
     first = [*text(2, seed=1), *expanded_image(), *text(3, seed=2)]
     turns = [[*text(4, seed=seed), *expanded_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
@@ -118,7 +118,7 @@ def test_a_turn_is_taken_back_with_its_image(model):
 
 
 @torch.no_grad()
-def test_what_was_cropped_away_is_not_taken_for_what_came_after(model):
+def test_positions_after_a_cropped_turn_are_unknown(model):
     cache = model(torch.tensor([text(20, seed=1)]), use_cache=True).past_key_values
     cache.crop(-10)
     turn = torch.tensor([[*expanded_image(), *text(4, seed=2)]])

@@ -117,7 +117,7 @@ FROZEN = {
 
 @REENTRANT
 @pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
-def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_reentrant):
+def test_checkpointing_keeps_the_gradients_beside_frozen_weights(make, use_reentrant):
     want = gradients(make(), **two_sequences())
     model = make()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -137,7 +137,7 @@ def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_re
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
+def test_a_frozen_tower_saves_nothing_for_backward_unless_inputs_train(use_reentrant):
     """Also if a framework makes the inputs of the tower's layers require grad."""
     model, outputs = frozen_tower(), []
     if use_reentrant is not None:

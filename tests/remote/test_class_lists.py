@@ -24,7 +24,14 @@ import glm4v_patched
 from glm4v_patched.remote.class_lists import register_class_name
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model, unexpanded_image
+from tests.helpers.tiny import (
+    expanded_image,
+    random_pixels,
+    shallow_model,
+    text,
+    tiny_model,
+    unexpanded_image,
+)
 
 # Older tested releases do not divide by the labels of all accumulated batches.
 COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
@@ -126,7 +133,7 @@ def test_smoothed_labels_are_shifted(kind, folder, tmp_path):
     assert trained_and_evaluated(model, data, tmp_path) == pytest.approx(want, rel=REL)
 
 
-def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
+def test_smoothed_labels_of_text_and_of_packed_samples_are_shifted(tmp_path):
     model, two = tiny_model(), batches(expanded_image())
     packed = {name: torch.cat([batch[name] for batch in two], dim=1) for name in two[0]}
     packed["pixel_values"] = torch.cat([batch["pixel_values"] for batch in two])
@@ -149,7 +156,7 @@ def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["label_smoothing_factor", "compute_loss_func"])
-def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
+def test_a_trainers_own_loss_on_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
     model, data = adapted(tiny_model()), batches(unexpanded_image())
     ran = trainer(model, data, tmp_path, learning_rate=1.0)
     if by == "compute_loss_func":
@@ -165,7 +172,7 @@ def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_p
 
 
 def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
-    model, data = tiny_model(), batches([])
+    model, data = shallow_model(), batches([])
     want = by_hand(model, data)
     model.compile(backend="eager")
     assert trained_and_evaluated(model, data, tmp_path) == pytest.approx(want, rel=REL)
@@ -173,7 +180,7 @@ def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
     wrapped = {"torch_compile": True, "torch_compile_backend": "eager"}
     # transformers 4 passes the setting to accelerate by the environment.
     with patch.dict(os.environ), pytest.raises(RuntimeError, match="smooths .* model.compile()"):
-        trainer(tiny_model(), data, tmp_path, **wrapped).train()
+        trainer(shallow_model(), data, tmp_path, **wrapped).train()
 
 
 FRESH = """
@@ -198,7 +205,7 @@ json.dump(found, open("found.json", "w"))
 """
 
 
-def test_the_same_from_a_saved_folder_without_this_package(folder):
+def test_smoothed_labels_are_shifted_for_a_saved_folder_without_this_package(folder):
     data = batches(expanded_image())
     torch.save([data, batches(unexpanded_image())], folder / "batches.pt")
     functions = "\n\n".join(map(getsource, (trainer, trained_and_evaluated)))

@@ -43,7 +43,7 @@ def saved(config: ChatGLMConfig, folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_names_that_others_look_for_are_there_and_the_file_is_as_it_was(tmp_path):
+def test_names_for_other_libraries_are_attributes_and_are_not_saved(tmp_path):
     new = {"image_token_id", "num_key_value_heads", "bos_token_id", "pre_seq_len"}
     config = ChatGLMConfig()
     assert new <= config.to_dict().keys() and not new & saved(config, tmp_path).keys()
@@ -179,7 +179,7 @@ def test_options_that_are_not_finite_are_refused_before_anything_is_generated(
         model.generate(torch.ones(1, 3, dtype=torch.long), do_sample=True, **options)
 
 
-def test_a_time_without_a_limit_and_a_bias_that_excludes_are_no_mistakes(model):
+def test_an_infinite_max_time_and_a_bias_of_minus_infinity_are_accepted(model):
     ids = torch.ones(1, 3, dtype=torch.long)
     greedy = {"do_sample": False, "max_new_tokens": 2}
     token = model.generate(ids, max_time=INF, **greedy)[0, 3].item()
@@ -187,7 +187,7 @@ def test_a_time_without_a_limit_and_a_bias_that_excludes_are_no_mistakes(model):
     assert others[0, 3] != token
 
 
-def test_keywords_of_loading_are_looked_at_as_the_file_is(model, tmp_path):
+def test_keywords_of_from_pretrained_are_checked_like_the_file(model, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_pretrained: rope_ratio is nan"):
         ChatGLMConfig.from_pretrained(tmp_path, rope_ratio=NAN)
@@ -202,7 +202,7 @@ def test_keywords_of_loading_are_looked_at_as_the_file_is(model, tmp_path):
     assert type(loaded) is type(model)
 
 
-def test_nulls_of_other_programs_say_nothing_and_the_number_of_labels_is_read():
+def test_null_settings_are_ignored_and_num_labels_is_read():
     config = golden_json("config.json") | {"rope_scaling": None, "text_config": None}
     read = ChatGLMConfig.from_dict(config | {"attribute_map": None, "num_labels": 3})
     assert read.num_labels == 3 and read.attribute_map["vocab_size"] == "padded_vocab_size"

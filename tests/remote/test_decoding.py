@@ -11,7 +11,14 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
-from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model, unexpanded_image
+from tests.helpers.tiny import (
+    expanded_image,
+    random_pixels,
+    shallow_model,
+    text,
+    tiny_model,
+    unexpanded_image,
+)
 from tests.helpers.waits import Calls, Operators
 from tests.remote.inputs import GREEDY, SAMPLE_OPTIONS, prompts
 
@@ -140,7 +147,7 @@ def test_a_static_cache_that_is_too_small_for_expanded_prompts_is_refused():
 @torch.no_grad()
 def test_a_compiled_graph_reports_a_batch_that_does_not_fit():
     torch._dynamo.reset()
-    model = tiny_model(num_layers=1)
+    model = shallow_model()
     # With inductor's decompositions, which keep the assertions.
     backend = "aot_eager_decomp_partition"
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
@@ -162,7 +169,7 @@ def test_a_compiled_graph_reports_a_batch_that_does_not_fit():
 @torch.no_grad()
 def test_a_compiled_graph_computes_losses_of_other_sizes():
     torch._dynamo.reset()
-    model = tiny_model(num_layers=1)
+    model = shallow_model()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     one, two = torch.tensor([text(9)]), torch.tensor([text(12), text(12, seed=1)])
     # First one tensor of one size, then two, whose sizes are symbols.

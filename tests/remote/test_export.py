@@ -19,11 +19,11 @@ from tests.helpers.tiny import (
     PAD,
     expanded_image,
     random_pixels,
+    shallow_model,
     text,
     tiny_config,
     unexpanded_image,
 )
-from tests.helpers.tiny import tiny_model as make_tiny_model
 
 ATOL = 1e-5
 varies_in_images = pytest.mark.skipif(
@@ -35,7 +35,7 @@ SIZES = [(1, 1), (1, 2), (2, 2), (3, 1), (3, 20)]  # rows, and ids of each
 
 @pytest.fixture(scope="module")
 def model():
-    return make_tiny_model(num_layers=1, use_cache=False)
+    return shallow_model(use_cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +137,11 @@ def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
     return mask.bool()
 
 
-@pytest.mark.parametrize("make", [text_ids, with_all])
-def test_text_runs_at_other_sizes(model, make):
+@pytest.mark.parametrize(
+    ("make", "neighbors"), [(text_ids, True), (with_all, True), (with_all, False)]
+)
+def test_text_runs_at_other_sizes(model, monkeypatch, make, neighbors):
+    monkeypatch.setattr(model.config, "original_rope", neighbors)
     program = check(model, make)
     wrong = {"input_ids": make(2, 9)["input_ids"] + 512}
     with pytest.raises(RuntimeError, match="does not fit a compiled graph"):

@@ -35,8 +35,10 @@ def expand(rows, image_format=FORMAT, **fields) -> ExpandedBatch:
 
 def test_sequences_that_expand_differently_need_no_mask():
     rows = [[*text(2, seed=1), *unexpanded_image()], text(5, seed=2)]
-    expanded = expand(rows, past_length=20)
+    expanded = expand(rows, past_length=20, labels=torch.tensor(rows))
     assert expanded.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
+    labels = [-100, rows[0][1], BOI, *[-100] * 4, EOI], [*[-100] * 4, *rows[1][1:]]
+    assert expanded.labels.tolist() == [*labels], "padding and images are not supervised"
 
 
 def test_an_image_takes_three_position_ids(image):
@@ -52,13 +54,6 @@ def test_an_image_takes_three_position_ids(image):
     # The last position of the table may be used.
     assert expand(text(128)).position_ids.max() == 127
     assert expand([*expanded_image(), *text(125)]).last_position == 127
-
-
-def test_position_ids_of_packed_samples_restart_with_each(image):
-    first, second = [*text(2), *image], [*image, *text(1)]
-    positions = torch.tensor([[*range(len(first)), *range(len(second))]])
-    actual = expand([*first, *second], position_ids=positions).position_ids.tolist()
-    assert actual == [[0, 1, 2, 3, 3, 3, 3, 4, 0, 1, 1, 1, 1, 2, 3]]
 
 
 # Wrong inputs, and what the error contains.

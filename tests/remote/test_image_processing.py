@@ -146,7 +146,7 @@ def test_arrays_have_the_pixels_of_their_image(pixels, image, mode, kind):
         assert torch.equal(pixels(array), pixels(image))
 
 
-def test_numbers_of_floating_point_and_of_truth_are_rounded_to_8_bits(pixels):
+def test_float_and_bool_pixels_are_rounded_to_8_bits(pixels):
     for value, level in [(0.4999, 127), (0.5001, 128), (True, 255), (np.float32(200), 200)]:
         want = pixels(np.full((8, 8, 3), level, dtype=np.uint8))
         assert torch.equal(pixels(np.full((8, 8, 3), value)), want)
@@ -168,7 +168,7 @@ def of_16_bits_a_channel() -> bytes:
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", "f4")])
-def test_images_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode, kind):
+def test_images_of_more_than_8_bits_are_refused(image_processor, tmp_path, mode, kind):
     image, path = Image.fromarray(np.full((9, 7), 40_000, dtype=kind)), tmp_path / "deep.tiff"
     assert image.mode == mode
     image.save(path)
@@ -191,7 +191,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("case", UNCLEAR)
-def test_what_is_no_clear_image_is_refused(image_processor, case):
+def test_ambiguous_and_empty_arrays_are_refused(image_processor, case):
     value, named = UNCLEAR[case]
     with refused(ValueError, "image 0 of 1", named) as caught:
         image_processor([value])

@@ -12,6 +12,7 @@ from glm4v_patched.remote.keywords import (
     CACHE_KEYWORD,
     LOGITS_KWARGS,
     OTHER_CACHE_KEYWORD,
+    select_attention_kwargs,
 )
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
 from tests.helpers.tiny import expanded_image, text, tiny_config
@@ -51,7 +52,7 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
 
 
 @pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
-def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, image, method):
+def test_a_keyword_of_generate_under_another_name_is_an_error_or_harmless(model, image, method):
     want, runs, names = answer(model, rows(image), method)
     assert {CACHE_KEYWORD, "attention_mask"} <= names and runs == 1
     refused, same = set(), set()
@@ -110,6 +111,12 @@ def test_each_class_refuses_with_its_own_keywords(model, image):
             classifier(**rows(image), **{name: 1})
     options = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
     assert len(classifier.eval()(**rows(expanded_image()), **options).hidden_states) == 3
+
+
+def test_false_and_0_are_passed_on_to_attention():
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    values = {"is_causal": False, "cu_seq_lens_q": lengths, "max_length_q": 0}
+    assert select_attention_kwargs(values) == values
 
 
 def test_two_caches_are_refused(model):

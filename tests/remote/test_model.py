@@ -47,6 +47,7 @@ def test_tuples_hold_what_the_named_output_holds():
     assert cache.get_seq_length() == logits.shape[1] == inputs["input_ids"].shape[1] + 3
     assert torch.equal(torch.stack(states), torch.stack(named.hidden_states))
     assert torch.equal(images, named.image_hidden_states)
+    assert model(**inputs, output_hidden_states=False).hidden_states is None
 
 
 IDS, EMBEDS = torch.tensor([[5, *unexpanded_image()]]), torch.zeros(1, 4, 64)
@@ -190,7 +191,7 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
 
 
 @torch.no_grad()
-def test_what_frameworks_pass_on_is_taken():
+def test_keywords_that_frameworks_pass_are_accepted():
     """Packed rows of transformers' collator, generate of 4.57, OpenRLHF's token types."""
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *expanded_image(), *text(3)]])
@@ -256,7 +257,7 @@ def train_a_step(model) -> None:
     assert model.transformer.embedding.word_embeddings.weight.grad.norm() > 0
 
 
-def test_is_refused_when_training_begins_among_processes(processes):
+def test_a_model_split_over_gpus_is_not_trained_by_several_processes(processes):
     wrapped = get_peft_model(split_model(), LoraConfig(target_modules=["query_key_value"]))
     train_a_step(split_model().train())
     processes(2)

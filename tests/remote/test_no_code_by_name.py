@@ -131,7 +131,9 @@ def by_auto_class(folder: Path) -> None:
 
 @pytest.mark.parametrize("load", [by_command, by_auto_class])
 @pytest.mark.parametrize(("name", "values", "refused"), ROWS, ids=str)
-def test_a_folder_names_no_code(folder, tmp_path, hub_requests, name, values, refused, load):
+def test_no_setting_of_a_folder_runs_or_fetches_code(
+    folder, tmp_path, hub_requests, name, values, refused, load
+):
     plant(folder / name, values)
     if refused is None:
         load(folder)
@@ -141,7 +143,7 @@ def test_a_folder_names_no_code(folder, tmp_path, hub_requests, name, values, re
     assert not (tmp_path / "it ran").exists() and hub_requests == []
 
 
-def test_whoever_trusts_a_folder_gets_its_generate(folder, tmp_path):
+def test_custom_generate_runs_only_with_trust_remote_code(folder, tmp_path):
     plant(folder / "custom_generate" / "generate.py", CODE)
     GLM4VForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert (tmp_path / "it ran").exists()

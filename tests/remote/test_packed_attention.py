@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from glm4v_patched.remote.attention import group_samples
-from tests.helpers.tiny import expanded_image, images_of, padded, text, tiny_model
+from tests.helpers.tiny import expanded_image, images_of, padded, shallow_model, text, tiny_model
 from tests.remote.inputs import assert_close, gradients
 
 # Of the largest gradient, in fp32: the same sample in a matmul of another shape. Measured
@@ -133,7 +133,7 @@ def test_training_makes_no_mask_where_no_token_comes_after_padding(masks):
 def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths():
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
-    model = tiny_model().train()
+    model = shallow_model().train()
     for layer in model.transformer.encoder.layers:
         layer.compile(backend=counter, fullgraph=True)
     frames = []
@@ -141,7 +141,7 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
         [text(n, seed=n) for n in lengths] for lengths in ((9, 7), (12, 8, 11), (30, 25, 20, 28))
     ]
     for rows in batches:
-        want = gradients(tiny_model().train(), **pack(rows))
+        want = gradients(shallow_model().train(), **pack(rows))
         assert_equals(gradients(model, **pack(rows)), want)
         frames.append(counter.frame_count)
     assert frames[1] == frames[2]

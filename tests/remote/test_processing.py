@@ -53,6 +53,8 @@ def test_placeholders_are_expanded_and_expanded_images_stay(processor):
     images_kwargs = {"images_kwargs": {"return_tensors": "pt"}}
     tensors = processor(images=pil_image(), text=f"{IMAGE}cat", **images_kwargs)["input_ids"]
     assert tensors.tolist() == short
+    both = processor(images=pil_image(), text=f"{IMAGE}cat", return_tensors="np", **images_kwargs)
+    assert all(isinstance(value, np.ndarray) for value in both.values()), "that of the text wins"
     for form in (f"{EXPANDED}cat", short, short[0]):
         assert processor(images=pil_image(), text=form)["input_ids"] == short
     assert set(processor(images=[pil_image()] * 2)) == {"pixel_values"}
@@ -112,6 +114,8 @@ def test_the_prefix_is_written_once(processor, flag):
     bare = processor(text="cat", add_special_tokens=flag)["input_ids"][0]
     assert decode(processor, bare) == f"{PREFIX if flag else ''}cat"
     assert bare == processor.tokenizer.encode("cat", add_special_tokens=flag)
+    half = processor(text="[gMASK]cat", add_special_tokens=flag)["input_ids"][0]
+    assert decode(processor, half) == f"{PREFIX if flag else ''}[gMASK]cat"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -144,6 +148,7 @@ WRONG_CALLS = {
     ),
     "a begin inside": ({"text": BEGIN * 2 + END, "images": pil_image()}, "position 2 of 5"),
     "another size": ({"text": BEGIN + FILL * 3 + END, "images": pil_image()}, "3 ids", "4 times"),
+    "text inside": ({"text": BEGIN + FILL * 3 + "a" + END, "images": pil_image()}, "4 ids", "4 ti"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
     "videos": ({"text": "cat", "videos": [1]}, "videos"),
     "an option twice": (
@@ -173,6 +178,14 @@ def test_truncation_counts_expanded_ids_and_cuts_no_image(processor):
     for most in (7, 2):
         with pytest.raises(ValueError, match=f"{len(whole)} {message.format(most, 'least 8')}"):
             processor(**inputs, truncation=True, max_length=most)
+    two = {"text": f"{IMAGE}cat{IMAGE}cat cat", "images": [pil_image()] * 2}
+    of_two = processor(**two)["input_ids"][0]
+    needed = len(of_two) - len(processor.tokenizer.encode("cat cat", add_special_tokens=False))
+    for most in (7, needed - 1):  # which cuts the first image, and the last
+        with pytest.raises(ValueError, match=f"at least {needed},"):
+            processor(**two, truncation=True, max_length=most)
+    out = processor(**two, truncation=True, max_length=needed)
+    assert out["input_ids"][0] == of_two[:needed]
     processor.tokenizer.truncation_side = "left"
     needed = len(whole) - 2
     out = processor(**inputs, truncation=True, max_length=needed)
@@ -272,7 +285,7 @@ class Model(BaseModel):
     annotations: list = []
 
 
-def test_objects_are_the_messages_that_their_fields_say(processor):
+def test_dataclass_and_pydantic_messages_are_read_like_dicts(processor):
     question, answered = user("What is it?"), {"role": "assistant", "content": "A cat."}
     for part, tokenize in product((processor, processor.tokenizer), (True, False)):
         want = part.apply_chat_template([*question, answered], tokenize=tokenize)
@@ -304,7 +317,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_would_be_lost_is_refused_with_its_place(processor, case):
+def test_contents_of_messages_that_would_be_dropped_are_refused(processor, case):
     messages = [*user("hi"), {"role": "user", "content": "cat"} | LOST[case]]
     with refused(ValueError, "message 1"):
         processor.apply_chat_template(messages)
@@ -316,6 +329,6 @@ def test_what_would_be_lost_is_refused_with_its_place(processor, case):
             part.apply_chat_template(user("cat"), tokenize=True, images=[pil_image()])
 
 
-def test_words_for_an_image_are_text(processor):
+def test_an_image_tag_in_a_text_stays_text(processor):
     out = processor.apply_chat_template(user("what does <image> do in SVG?"), **AS_TENSORS)
     assert "<image>" in processor.decode(out["input_ids"][0]) and "pixel_values" not in out

@@ -18,7 +18,7 @@ STANDARD = set(sys.stdlib_module_names)
 
 def imports(path: Path) -> list[ast.stmt]:
     """All imports except those of PIL, which are conditional."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text("utf-8"))
     guarded = [
         node
         for branch in ast.walk(tree)
@@ -45,7 +45,7 @@ def closure(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_only_siblings_torch_and_what_transformers_requires_are_imported(path):
-    assert "glm4v_patched" not in path.read_text()  # the package is never named
+    assert "glm4v_patched" not in path.read_text("utf-8")  # the package is never named
     for node in imports(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             # `from . import x`, `from ..x` and `from .a.b` are not seen by the loader.

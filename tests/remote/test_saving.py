@@ -27,6 +27,7 @@ from tests.helpers.tiny import (
     random_pixels,
     text,
     tiny_model,
+    update_json,
 )
 from tests.remote.inputs import pil_image, user
 from tests.remote.test_remote_rules import closure
@@ -58,11 +59,6 @@ def write_checkpoint(folder: Path) -> Path:
     (folder / "config.json").write_bytes(golden_bytes("config.json"))
     write_weights(folder, golden_weights())
     return folder
-
-
-def configured(folder: Path, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
 
 
 def assert_is_ours(folder: Path) -> None:
@@ -108,7 +104,8 @@ def test_checkpoints_load_in_silence_with_and_without_the_rotary_buffer(
     buffer = tiny_model().transformer.rotary_pos_emb.inv_freq.to(dtype).clone()
     weights = {name: w.to(dtype) for name, w in golden_weights().items() if name != INV_FREQ}
     write_weights(checkpoint, weights | ({INV_FREQ: buffer} if with_buffer else {}))
-    configured(checkpoint, torch_dtype=str(dtype).removeprefix("torch."), **PUBLISHED)
+    dtype_name = str(dtype).removeprefix("torch.")
+    update_json(checkpoint / "config.json", torch_dtype=dtype_name, **PUBLISHED)
     model, report = GLM4VForCausalLM.from_pretrained(
         checkpoint, dtype="auto", output_loading_info=True
     )
@@ -233,14 +230,12 @@ else:
 """
 
 
-def test_what_is_saved_works_and_is_saved_again_where_there_is_only_its_folder(
-    tmp_path, small_backend
-):
+def test_a_saved_model_and_processor_work_and_save_without_the_package(tmp_path, small_backend):
     model = tiny_model()
     save_file(inputs() | {"logits": logits(model)}, tmp_path / "inputs.safetensors")
     model.save_pretrained(tmp_path / "model")
     published = write_checkpoint(tmp_path / "published")
-    configured(published, **PUBLISHED)
+    update_json(published / "config.json", **PUBLISHED)
     for name in CODE:
         shutil.copy(REMOTE / name, published)
     tokenizer = ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=56)

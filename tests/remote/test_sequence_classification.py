@@ -61,7 +61,7 @@ def batch(image: list[int], side: str = "right") -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_score_is_that_of_the_last_token(model, image, side):
+def test_the_score_is_computed_at_the_last_token_that_is_no_padding(model, image, side):
     inputs = batch(image, side)
     actual, base = model(**inputs).logits, tiny_model().transformer
     images = inputs["pixel_values"].split([0, 2, 1, 0])
@@ -72,7 +72,7 @@ def test_the_score_is_that_of_the_last_token(model, image, side):
 
 
 @torch.no_grad()
-def test_inputs_come_without_a_mask_or_positionally_as_published(image):
+def test_a_classifier_takes_inputs_without_a_mask_and_positionally(image):
     """Without a mask a sequence ends before its padding; a text may contain the padding id, too."""
     model, inputs = tiny_classifier(), batch(image)
     ids, mask, images = (inputs[name] for name in (*NAMES, "pixel_values"))
@@ -130,7 +130,7 @@ def test_a_trainer_averages_over_accumulated_batches_and_smooths(smoothing, kind
 
 @torch.no_grad()
 @pytest.mark.parametrize("applied", [False, True], ids=["without the package", "apply()"])
-def test_it_begins_from_a_language_model_and_loads_again(applied, tmp_path):
+def test_a_classifier_starts_from_a_language_model_and_loads_again(applied, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
 
     def load(name: str, **options):

@@ -199,7 +199,8 @@ def test_arguments_by_place_are_in_the_published_order(tokenizer):
     with pytest.raises(ValueError, match="add_generation_prompt is a list: .* give tools, docu"):
         apply(user("x"), tools)
     options = {"tokenize": False, "add_special_tokens": False}
-    assert apply(user("x"), **options) == "<|user|>\nx"
+    text = "x [gMASK]<sop>"  # the caller's own stays
+    assert apply(user(text), **options) == f"<|user|>\n{text}"
 
 
 def test_single_messages_make_up_a_chat(tokenizer):
@@ -257,7 +258,7 @@ def test_options_of_other_models_tokenizers_are_refused_or_change_nothing(tokeni
     assert built("the", "cat")["input_ids"] == of_pair
 
 
-def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
+def test_each_tokenizer_option_has_the_effect_that_the_page_says(tokenizer):
     def of(**options) -> tuple:
         built = ChatGLM4Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, **options)
         spaced = built.decode(built("a , b <|user|>")["input_ids"])
@@ -277,7 +278,9 @@ def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
     assert not [name for name, value in does.items() if of(**{name: value}) == want]
 
 
-def test_nobody_takes_it_for_mistrals(real_tokenizer, expected, tmp_path, warned):
+def test_transformers_does_not_change_the_split_pattern_as_for_mistral(
+    real_tokenizer, expected, tmp_path, warned
+):
     real_tokenizer.save_pretrained(tmp_path)
     config = {"model_type": "chatglm", "vision_config": {}, "transformers_version": "4.57.6"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -373,7 +376,9 @@ def test_text_comes_back_unchanged(tokenizer):
         assert len(special_token_ids(tokenizer, ids)) == 3
         assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
     tokenizer.clean_up_tokenization_spaces = True
-    assert tokenizer.decode(tokenizer.encode("a , b", add_special_tokens=False)) == "a, b"
+    ids = tokenizer.encode("a , b", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "a, b"
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == "a , b"
 
 
 def test_chats_leave_the_tokenizer_as_it_is(tokenizer):

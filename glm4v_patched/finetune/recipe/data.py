@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ...data.boxes import BOX_FORMATS
 from ...data.formats import ROW_FORMATS
 from ...data.source import DataSource, make_sources
 from .types import (
@@ -19,6 +20,7 @@ from .types import (
 )
 
 EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+BoxFormat = Literal[BOX_FORMATS]  # type: ignore[valid-type]
 FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
 SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
 # Number of rows of a stream that are checked before training: by default; and with ``check: none``,
@@ -73,6 +75,9 @@ class Data(Section):
     /old/images, C:\\old\\images."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
     """Keys of rows, or columns, to leave out."""
+    boxes: Annotated[BoxFormat | None, MAY_CHANGE] = None
+    """Unit and order of the numbers of boxes in the rows, which become thousandths of the image's
+    width and height (docs/grounding.md); null: texts stay as they are."""
     allow_urls: Annotated[bool, MAY_CHANGE] = False
     """Download images that rows name by http:// or https://, once; they stay in the cache."""
     pack_to: AtLeastOne | None = None
@@ -135,5 +140,5 @@ class Data(Section):
 
     def _common_fields(self) -> dict[str, Any]:
         """Return the fields of this section that are the defaults of each set."""
-        names = ("format", "image_folder", "image_root", "ignore", "allow_urls", "columns")
+        names = ("format", "image_folder", "image_root", "ignore", "allow_urls", "columns", "boxes")
         return {name: getattr(self, name) for name in (*names, "max_samples")}

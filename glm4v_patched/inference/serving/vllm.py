@@ -62,6 +62,8 @@ def vllm_command(
         RuntimeError: Our plug-in is not installed.
         ValueError: vLLM does not support the seed or an adapter.
     """
+    from ..vllm_plugin import ARCHITECTURE  # imports torch
+
     plugins = entry_points(group=PLUGIN_GROUP)
     if not any(plugin.module.startswith("glm4v_patched.") for plugin in plugins):
         raise RuntimeError(
@@ -72,6 +74,8 @@ def vllm_command(
     if not 0 <= generation.seed <= MAX_VLLM_SEED:
         raise ValueError(f"--seed {generation.seed}: expected 0 to {MAX_VLLM_SEED} with vLLM")
     command = [program, "serve", base.model, "--trust-remote-code"]
+    # A published config names another class, for which vLLM has a model without images.
+    command += ["--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]})]
     command += ["--host", address[0], "--port", str(address[1])]
     if base.revision is not None:
         command += ["--revision", base.revision]

@@ -1,0 +1,377 @@
+"""Write a model as two GGUF files for llama.cpp: the language model, and the vision tower (mmproj).
+
+llama.cpp has no glm-4v. Its architecture ``qwen2vl`` computes the same language model, because its
+rotary embedding takes four positions for each token, and tokens of the same first position are
+ordered by the others. The tower needs the patch in docs/upstream/llama_cpp.md.
+
+Tensors are read, converted and written one after the other, so that only one is in memory.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..models.weight_files import TensorInfo, shards_of, tensors_of
+from ..terminal_text import format_bytes, listed, pip_install, show_progress
+from .export import find_exportable
+from .merge import (
+    GENERATION_CONFIG,
+    create_folder_atomically,
+    fetch_weights,
+    files_to_copy,
+    require_free_disk,
+    require_new_folder,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..remote.configuration_chatglm import ChatGLMConfig
+
+    # By the name of a GGUF tensor: the tensor that it is made from, and the function that makes it.
+    TensorTable = dict[str, tuple[str, Callable[[Tensor], Tensor]]]
+
+GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")
+TOWER = "transformer.vision."
+UNUSED_TENSORS = {"transformer.rotary_pos_emb.inv_freq"}  # constants
+METADATA_BYTES = 50_000_000  # more than the vocabulary and the merges of glm-4v-9b take
+# The key in which a file names the end of text, of a turn and of a message, in this order.
+END_KEYS = ("eos", "eot", "eom")
+POSITIONS = (
+    "The embeddings of an image, with those of begin and end, follow a text of p tokens. The "
+    "positions of embedding i are (t, i, i, 0), where t is p for begin, p + 1 for every inner "
+    "embedding and p + 2 for end. The text after them begins at position p + 3."
+)
+
+
+def export_gguf(model: str, out: Path, type_name: str, revision: str | None = None) -> str:
+    """Write a model as GGUF files to a new folder, and return a line about each file.
+
+    If an error is raised, ``out`` does not exist.
+
+    Args:
+        model: Folder of a model, or an id on the Hub.
+        type_name: One of :data:`GGUF_TYPES`, the type of the language model's matrices. The tower
+            is stored as f32 with f32, and else as f16. With q8_0, so are matrices whose rows are
+            not a multiple of 32 long.
+
+    Raises:
+        ValueError: The model, its tokenizer or ``out`` cannot be used, or the disk is too small.
+        RuntimeError: The package gguf is missing.
+    """
+    require_new_folder(out)
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        cure = pip_install("glm4v-patched[gguf]")
+        raise RuntimeError(f"--format gguf needs gguf, which is not installed: {cure}") from None
+    base = find_exportable(model, out, revision)
+    if base.adapters is not None:
+        raise ValueError(
+            f"{model} holds adapters; merge them into their model first, and export that: "
+            f"glm4v-patched merge {model} --out merged"
+        )
+    from ..models.loading import load_model_config, load_processor
+
+    config, processor = load_model_config(base), load_processor(base)
+    require_expressible(config)
+    folder = fetch_weights(base)
+    infos = tensors_of(folder)
+    tables = language_tensors(config), tower_tensors(config)
+    used = {source for table in tables for source, _ in table.values()}
+    if unused := sorted(infos.keys() - used - UNUSED_TENSORS):
+        raise ValueError(
+            f"{model} has {len(unused)} tensors that a GGUF file cannot express: {listed(unused)}; "
+            "expected only those of a glm-4v that generates text"
+        )
+    tower_type = "f32" if type_name == "f32" else "f16"
+    language, tower = gguf.GGUFWriter(None, "qwen2vl"), gguf.GGUFWriter(None, "clip")
+    files = {
+        f"language-{type_name}.gguf": (language, tables[0], type_name),
+        f"mmproj-{tower_type}.gguf": (tower, tables[1], tower_type),
+    }
+    _add_language_metadata(language, config)
+    _add_tokenizer(language, config, processor.tokenizer)
+    _add_tower_metadata(tower, config, processor.image_processor)
+    num_bytes = sum(_declare_tensors(*file, infos) for file in files.values())
+    require_free_disk(num_bytes + METADATA_BYTES, out)
+    with create_folder_atomically(out) as partial:
+        for name, (writer, table, _) in files.items():
+            with show_progress(f"writing {name}"):
+                _write(writer, table, folder, partial / name)
+        for path in files_to_copy(folder):
+            if path.name != GENERATION_CONFIG:
+                shutil.copyfile(path, partial / path.name)
+    return "\n".join(f"{out / name}: {format_bytes((out / name).stat().st_size)}" for name in files)
+
+
+def require_expressible(config: "ChatGLMConfig") -> None:
+    """Raise ``ValueError`` for settings that the graphs of llama.cpp do not compute."""
+    num_ends = len(_end_tokens(config))
+    heads = config.num_attention_heads * config.kv_channels
+    for name, value, expected in (
+        ("add_bias_linear", config.add_bias_linear, False),
+        ("num_attention_heads * kv_channels", heads, config.hidden_size),
+        ("vision_config.hidden_act", config.vision.hidden_act, "gelu"),
+        ("vision_config.in_channels", config.vision.in_channels, 3),
+        # Its square must be a float32.
+        ("rope_ratio", config.rope_ratio, min(max(config.rope_ratio, 1e-15), 1e15)),
+        ("the number of eos_token_id", num_ends, min(max(num_ends, 1), len(END_KEYS))),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"config.json: {name} is {value!r}, which a GGUF file cannot express; expected "
+                f"{expected!r}"
+            )
+
+
+def _end_tokens(config: "ChatGLMConfig") -> list[int]:
+    """Return the ids that end an answer."""
+    ids = config.eos_token_id
+    return [*ids] if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def channel_order(config: "ChatGLMConfig") -> "Tensor":
+    """Return the order of a head's channels in which llama.cpp rotates the pairs that we rotate.
+
+    llama.cpp pairs channels that are half a head apart, and rotates the first half of the pairs by
+    the first position. These are our pairs; channels that are not rotated follow them.
+    """
+    import torch
+
+    channels = torch.arange(config.kv_channels)
+    rotated, others = channels.chunk(2)
+    pairs = rotated.unflatten(0, (-1, 2, config.rotary_distance)).transpose(0, 1)
+    return torch.cat((pairs.flatten(1), others.unflatten(0, (2, -1))), dim=1).flatten()
+
+
+def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
+    """Return the tensors of the language model, by their names in llama.cpp's qwen2vl."""
+    order = channel_order(config)
+
+    def take(start: int, end: int | None, rotated: bool) -> Callable[["Tensor"], "Tensor"]:
+        if not rotated:
+            return lambda fused: fused[start:end]
+        return lambda fused: fused[start:end].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+    table: TensorTable = {
+        "token_embd.weight": ("transformer.embedding.word_embeddings.weight", _keep),
+        "output.weight": ("transformer.output_layer.weight", _keep),
+        "output_norm.weight": ("transformer.encoder.final_layernorm.weight", _keep),
+    }
+    query = config.num_attention_heads * config.kv_channels
+    value = query + config.multi_query_group_num * config.kv_channels
+    ffn = config.ffn_hidden_size
+    parts = ["weight", "bias"] if config.add_qkv_bias else ["weight"]
+    for layer in range(config.num_layers):
+        block, source = f"blk.{layer}", f"transformer.encoder.layers.{layer}"
+        table |= {
+            f"{block}.attn_norm.weight": (f"{source}.input_layernorm.weight", _keep),
+            f"{block}.attn_output.weight": (f"{source}.self_attention.dense.weight", _keep),
+            f"{block}.ffn_norm.weight": (f"{source}.post_attention_layernorm.weight", _keep),
+            f"{block}.ffn_down.weight": (f"{source}.mlp.dense_4h_to_h.weight", _keep),
+        }
+        fused = f"{source}.self_attention.query_key_value"
+        for part in parts:
+            table |= {
+                f"{block}.attn_q.{part}": (f"{fused}.{part}", take(0, query, True)),
+                f"{block}.attn_k.{part}": (f"{fused}.{part}", take(query, value, True)),
+                f"{block}.attn_v.{part}": (f"{fused}.{part}", take(value, None, False)),
+            }
+        gate_up = f"{source}.mlp.dense_h_to_4h.weight"
+        table[f"{block}.ffn_gate.weight"] = gate_up, take(0, ffn, False)
+        table[f"{block}.ffn_up.weight"] = gate_up, take(ffn, None, False)
+    return table
+
+
+def tower_tensors(config: "ChatGLMConfig") -> "TensorTable":
+    """Return the tensors of the tower and the projector, by their names in llama.cpp's CogVLM.
+
+    There the class token is the last one. The division by ``scaling_factor`` is applied to the last
+    matrix and to the embeddings of begin and end.
+    """
+
+    def scale(tensor: "Tensor") -> "Tensor":
+        return tensor.float() / config.vision.scaling_factor
+
+    def flat(tensor: "Tensor") -> "Tensor":
+        return tensor.flatten()
+
+    table: TensorTable = {
+        "v.class_embd": ("patch_embedding.cls_embedding", flat),
+        "v.position_embd.weight": (
+            "patch_embedding.position_embedding.weight",
+            lambda positions: positions.roll(-1, 0),
+        ),
+        "mm.model.fc.weight": ("linear_proj.linear_proj.weight", _keep),
+        "mm.up.weight": ("linear_proj.dense_h_to_4h.weight", _keep),
+        "mm.gate.weight": ("linear_proj.gate_proj.weight", _keep),
+        "mm.down.weight": ("linear_proj.dense_4h_to_h.weight", scale),
+        "v.boi": ("boi", lambda begin: scale(flat(begin))),
+        "v.eoi": ("eoi", lambda end: scale(flat(end))),
+    }
+    modules = {
+        "v.patch_embd": "patch_embedding.proj",
+        "mm.patch_merger": "conv",
+        "mm.post_fc_norm": "linear_proj.norm1",
+    }
+    for layer in range(config.vision.num_hidden_layers):
+        block, source = f"v.blk.{layer}", f"transformer.layers.{layer}"
+        modules |= {
+            f"{block}.attn_qkv": f"{source}.attention.query_key_value",
+            f"{block}.attn_out": f"{source}.attention.dense",
+            f"{block}.ln1": f"{source}.input_layernorm",
+            f"{block}.ffn_up": f"{source}.mlp.fc1",
+            f"{block}.ffn_down": f"{source}.mlp.fc2",
+            f"{block}.ln2": f"{source}.post_attention_layernorm",
+        }
+    for name, source in modules.items():
+        table |= {f"{name}.{part}": (f"{source}.{part}", _keep) for part in ("weight", "bias")}
+    return {name: (TOWER + source, convert) for name, (source, convert) in table.items()}
+
+
+def _keep(tensor: "Tensor") -> "Tensor":
+    return tensor
+
+
+def _add_language_metadata(writer: Any, config: "ChatGLMConfig") -> None:
+    writer.add_name("glm-4v")
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.seq_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.ffn_hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.multi_query_group_num)
+    writer.add_layer_norm_rms_eps(config.layernorm_epsilon)
+    # llama.cpp divides the exponents by all channels of a head, and we by the rotated half.
+    writer.add_rope_freq_base((10000.0 * config.rope_ratio) ** 2)
+    num_pairs = config.kv_channels // 4
+    writer.add_rope_dimension_sections([num_pairs, 0, 0, num_pairs])
+    writer.add_string("glm4v_patched.image_positions", POSITIONS)
+    writer.add_uint32("glm4v_patched.image_embeddings", config.vision.num_image_tokens + 2)
+
+
+def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None:
+    """Add vocabulary, merges, special tokens and chat template.
+
+    Raises:
+        ValueError: The tokenizer is not one of glm-4v's kind, or has too many tokens.
+    """
+    from gguf import TokenType
+
+    from ..remote.tokenization_chatglm import SPLIT_PATTERN
+
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added_tokens = settings["model"], settings["added_tokens"]
+    steps = (settings["pre_tokenizer"] or {}).get("pretokenizers", [])
+    splits = [step.get("pattern", {}).get("Regex") for step in steps]
+    stripping = [t["content"] for t in added_tokens if t["lstrip"] or t["rstrip"]]
+    is_byte_level = [step["type"] for step in steps] == ["Split", "ByteLevel"]
+    if not (is_byte_level and splits[0] == SPLIT_PATTERN) or settings["normalizer"] or stripping:
+        raise ValueError(
+            f"tokenizer.json: normalizer {settings['normalizer']!r:.60}, pre_tokenizer "
+            f"{steps!r:.200}, tokens that strip spaces {stripping!r:.60}; a GGUF file can only "
+            f"express byte-level BPE with glm-4v's pattern {SPLIT_PATTERN}"
+        )
+    texts = {token_id: (text, TokenType.NORMAL) for text, token_id in model["vocab"].items()}
+    for token in added_tokens:
+        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        texts[token["id"]] = token["content"], kind
+    size = config.padded_vocab_size
+    special_ids = {"padding": config.pad_token_id} if config.pad_token_id is not None else {}
+    special_ids |= dict(zip(END_KEYS, _end_tokens(config), strict=False))
+    if wrong := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
+        raise ValueError(
+            f"tokenizer.json or config.json has the ids {listed(wrong)}; expected ids of 0 or more "
+            f"and below padded_vocab_size, {size:,}"
+        )
+    tokens = [texts.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(size)]
+    writer.add_tokenizer_model("gpt2")
+    # The same pattern; they differ in whether a piece of text that is a token is split further.
+    writer.add_tokenizer_pre("glm4" if model["ignore_merges"] else "chatglm-bpe")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    merges = model["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    writer.add_add_bos_token(False)  # there is room for one token; the template has [gMASK]<sop>
+    for key, token_id in special_ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
+    writer.add_chat_template(tokenizer.get_chat_template())
+
+
+def _add_tower_metadata(writer: Any, config: "ChatGLMConfig", image_processor: Any) -> None:
+    vision = config.vision
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type("glm4v_9b")
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_image_size(vision.image_size)
+    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_embedding_length(vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_head_count(vision.num_heads)
+    writer.add_vision_attention_layernorm_eps(vision.layer_norm_eps)
+    writer.add_vision_projection_dim(config.hidden_size)
+    writer.add_vision_image_mean(image_processor.image_mean)
+    writer.add_vision_image_std(image_processor.image_std)
+
+
+def _declare_tensors(
+    writer: Any, table: "TensorTable", type_name: str, infos: Mapping[str, TensorInfo]
+) -> int:
+    """Declare shapes and types of a file's tensors, and return how many bytes they take."""
+    import gguf
+    import numpy as np
+    import torch
+
+    wanted = gguf.GGMLQuantizationType[type_name.upper()]
+    extent = "ALL" if type_name == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{extent}_{type_name}".upper()])
+    total = 0
+    for name, (source, convert) in table.items():
+        shape = convert(torch.empty(infos[source].shape, device="meta")).shape
+        kind = wanted if len(shape) > 1 and "position" not in name else type(wanted).F32
+        if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = type(wanted).F16
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = shape.numel() // block * block_bytes
+        writer.add_tensor_info(name, [*shape], np.dtype(np.float32), num_bytes, raw_dtype=kind)
+        total += num_bytes
+    return total
+
+
+def _write(writer: Any, table: "TensorTable", folder: Path, path: Path) -> None:
+    """Write a file, tensor by tensor.
+
+    Raises:
+        ValueError: A tensor has a value that is NaN, infinite or too large for its type.
+    """
+    import gguf
+    import torch
+    from safetensors import safe_open
+
+    kinds = {name: info.dtype for name, info in writer.tensors[0].items()}
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    with ExitStack() as stack:
+        shards = [
+            stack.enter_context(safe_open(folder / shard, framework="pt"))
+            for shard in shards_of(folder)
+        ]
+        shard_of = {key: shard for shard in shards for key in shard.keys()}  # noqa: SIM118
+        for name, (source, convert) in table.items():
+            tensor = convert(shard_of[source].get_tensor(source)).float()
+            largest = torch.stack(tensor.aminmax()).abs().max().item()
+            kind = kinds[name]
+            limit = torch.finfo(torch.float16 if kind.name == "F16" else torch.float32).max
+            if not largest <= limit:
+                raise ValueError(
+                    f"{source} has values up to {largest:.3g}; to store it as {kind.name}, "
+                    f"expected finite numbers of at most {limit:.5g}"
+                )
+            writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
+    writer.close()

@@ -1,0 +1,509 @@
+"""Put this package's code beside weights that exist: ``adopt``, and the files of ``hub_upload``.
+
+Nothing of the original folder is changed. Its code is never run, and no name in its files that
+could make transformers run other code is taken over.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from PIL import Image
+
+from .. import __version__
+from ..atomic import (
+    create_folder_atomically,
+    explain_failed_writes,
+    require_free_disk,
+    require_inside,
+    require_new_folder,
+)
+from ..engine.options import QUANTIZER_PACKAGES
+from ..patch.config_json import (
+    parse_json_object,
+    read_bytes_within_limit,
+    read_json_object,
+    why_not_glm4v,
+)
+from ..paths import require_apart
+from ..remote import tokenization_chatglm
+from ..remote.configuration_chatglm import (
+    FULL_AUTO_MAP,
+    SAVED_CONFIG_FIELDS,
+    ChatGLMConfig,
+    EVA2CLIPVisionConfig,
+    keep_known_settings,
+    log_unknown,
+    refuse_nonfinite_generation,
+)
+from ..remote.tokenization_chatglm import CHAT_TEMPLATE
+from ..terminal_text import (
+    format_bytes,
+    listed,
+    own_command,
+    pip_install,
+    pluralize,
+    printable,
+    show_progress,
+)
+from .base import ADAPTER_CONFIG, ModelSource
+from .check_weights import (
+    FLOAT_DTYPES,
+    NO_WEIGHTS_PROBLEM,
+    require_complete_weights,
+    require_readable,
+)
+from .find import require_known_quantizer
+from .limits import RANKS_FILE, SETTINGS_FILES
+from .loading import load_processor
+from .weight_files import (
+    SINGLE_FILE,
+    WEIGHTS_INDEX,
+    TensorInfo,
+    read_header,
+    require_agreement,
+    shards_of,
+    standard_index,
+)
+
+REMOTE_FOLDER = Path(__file__).parents[1] / "remote"
+ARCHITECTURE = "GLM4VForCausalLM"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
+TEMPLATE = "chat_template.jinja"
+LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "MODEL_LICENSE")
+# The files that are read. Code is not among them.
+READ_FILES = (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, RANKS_FILE, TEMPLATE, *SETTINGS_FILES)
+# The Auto classes that the auto_map of each file names; config.json names all of them.
+AUTO_CLASSES = {
+    CONFIG: [*FULL_AUTO_MAP],
+    TOKENIZER_CONFIG: ["AutoProcessor", "AutoTokenizer"],
+    IMAGE_CONFIG: ["AutoImageProcessor", "AutoProcessor"],
+    "processor_config.json": ["AutoProcessor"],
+}
+# Options of generation that are taken over; none of them makes transformers run other code.
+GENERATION_KEYS = {
+    *str.split(
+        "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
+        "decoder_start_token_id forced_bos_token_id forced_eos_token_id do_sample temperature "
+        "top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+        "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+        "exponential_decay_length_penalty length_penalty max_length max_new_tokens min_length "
+        "min_new_tokens max_time stop_strings early_stopping num_beams num_beam_groups "
+        "num_return_sequences diversity_penalty bad_words_ids suppress_tokens "
+        "begin_suppress_tokens sequence_bias guidance_scale renormalize_logits "
+        "remove_invalid_values use_cache output_attentions output_hidden_states output_logits "
+        "output_scores return_dict_in_generate"
+    )
+}
+TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat_template"} | {
+    *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
+}
+VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
+SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
+SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+DISK_CURE = ", or give a folder elsewhere as --out"
+IMAGE_MARK = "<|begin_of_image|>"
+PROCESSOR_CURE = (
+    "expected the tokenizer and processor files that were saved with the weights, or in their "
+    "place tokenizer_config.json and tokenizer.model of zai-org/glm-4v-9b"
+)
+# A Python program that converts pickled weights; weights_only refuses everything else in a pickle.
+CONVERSION = (
+    "import glob, torch, safetensors.torch as s; "
+    "[s.save_file({k: v.clone() for k, v in torch.load(p, 'cpu', weights_only=True).items()}, "
+    "p[:-3] + 'safetensors', {'format': 'pt'}) for p in glob.glob('*model*.bin')]"
+)
+
+
+def to_json_bytes(values: dict[str, Any]) -> bytes:
+    """Return indented JSON with a final newline."""
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def read_our_code() -> dict[str, bytes]:
+    """Return the code files that go beside weights, by name."""
+    files = {path.name: path.read_bytes() for path in sorted(REMOTE_FOLDER.glob("*.py"))}
+    del files["__init__.py"]
+    return files
+
+
+def require_glm4v_config(name: str, texts: Mapping[str, bytes]) -> None:
+    """Raise ``ValueError`` unless a model's config.json is a glm-4v's or a cogagent-9b's."""
+    if reason := why_not_glm4v(_read_json(name, texts, CONFIG)):
+        raise ValueError(f"{name}: {CONFIG} is not a glm-4v's: {reason}")
+
+
+def make_model_files(name: str, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return code, settings, vocabulary and index of a model, by file name.
+
+    The result depends only on the arguments and on this package's version: it is the same with
+    every supported transformers. Settings that are left out are logged.
+
+    Args:
+        name: The model's folder or id, for messages.
+        texts: Its files of settings and vocabulary, by name (:data:`READ_FILES`); others are
+            ignored.
+
+    Raises:
+        ValueError: The config is not a glm-4v's, a file is invalid, or two files disagree.
+    """
+    require_glm4v_config(name, texts)
+    files = _processor_files(name, texts)
+    config = _make_config(name, texts, files)
+    files |= read_our_code() | {CONFIG: to_json_bytes(config)}
+    files[GENERATION_CONFIG] = _generation_config(name, texts, config)
+    if WEIGHTS_INDEX in texts:
+        index = _read_json(name, texts, WEIGHTS_INDEX)
+        standard = standard_index(index)
+        files[WEIGHTS_INDEX] = (
+            texts[WEIGHTS_INDEX] if standard == index else to_json_bytes(standard)
+        )
+    return files
+
+
+def _read_json(name: str, texts: Mapping[str, bytes], file: str) -> dict[str, Any]:
+    if file not in texts:
+        raise ValueError(f"{name} has no {file}")
+    return parse_json_object(texts[file], f"{name}: {file}")
+
+
+def _auto_map(file: str) -> dict[str, Any]:
+    return {auto_class: FULL_AUTO_MAP[auto_class] for auto_class in AUTO_CLASSES[file]}
+
+
+def _generation_config(name: str, texts: Mapping[str, bytes], config: dict[str, Any]) -> bytes:
+    """Return generation_config.json with the options in :data:`GENERATION_KEYS`."""
+    values = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    file = f"{name}: {GENERATION_CONFIG}"
+    if GENERATION_CONFIG in texts:
+        values = _read_json(name, texts, GENERATION_CONFIG)
+    known = keep_known_settings(values, GENERATION_KEYS, file)
+    refuse_nonfinite_generation(known, file)
+    _check_eos_ids(known, config["padded_vocab_size"], file)
+    is_unchanged = known == values and GENERATION_CONFIG in texts
+    return texts[GENERATION_CONFIG] if is_unchanged else to_json_bytes(known)
+
+
+def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
+    eos = values.get("eos_token_id")
+    for number in eos if isinstance(eos, list) else [eos]:
+        if not (isinstance(number, int) and 0 <= number < vocab_size):
+            raise ValueError(
+                f"{file}: eos_token_id has {number}, which is not one of the {vocab_size} token ids"
+            )
+
+
+def _make_config(
+    name: str, texts: Mapping[str, bytes], processor_files: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """Return config.json with missing token ids added and our classes in auto_map."""
+    file = f"{name}: {CONFIG}"
+    values = _read_json(name, texts, CONFIG)
+    vision = keep_known_settings(values["vision_config"], VISION_KEYS, f"{file}: vision_config")
+    aliases = ChatGLMConfig.attribute_map
+    values.pop("_name_or_path", None)
+    config = keep_known_settings(values, SAVED_CONFIG_FIELDS | aliases.keys(), file)
+    tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
+    ids = {token["content"]: token["id"] for token in tokens}
+    for key, token in SPECIAL_IDS.items():
+        if config.get(key) is None:
+            config[key] = ids.get(token)
+        if config[key] is None or config[key] != ids.get(token):
+            raise ValueError(
+                f"{file}: {key} is {config[key]}, but the tokenizer has {ids.get(token)} for "
+                f"{token}"
+            )
+    try:  # of a copy, because transformers takes keys out of it
+        checked = ChatGLMConfig.from_dict(deepcopy(config | {"vision_config": vision}))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    config |= {key: getattr(checked, key) for key in ("eos_token_id",) if key not in config}
+    # Two names of one setting: only the one that older versions of the code know is kept.
+    config |= {own: getattr(checked, own) for alias, own in aliases.items() if alias in config}
+    config = {key: value for key, value in config.items() if key not in aliases}
+    _check_eos_ids(config, checked.padded_vocab_size, file)
+    vision.setdefault("image_size", checked.vision.image_size)
+    size = json.loads(processor_files[IMAGE_CONFIG])["size"]["height"]
+    if vision["image_size"] != size:
+        raise ValueError(
+            f"{file}: vision_config has image_size {vision['image_size']}, but {IMAGE_CONFIG} has "
+            f"{size}: the files are not of the same model"
+        )
+    if config.pop("quantization_config", None):
+        config["quantization_config"] = checked.to_diff_dict()["quantization_config"]
+    config |= {"vision_config": vision, "padded_vocab_size": checked.padded_vocab_size}
+    return config | {"architectures": [ARCHITECTURE], "auto_map": _auto_map(CONFIG)}
+
+
+def _processor_files(name: str, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of tokenizer and processor, the same with every supported transformers.
+
+    In all versions, save_pretrained writes the same tokenizer.json, chat template and image
+    processor values. The other two config files differ between versions, so they are made here:
+    tokenizer_config.json from the source's fields, processor_config.json with only processor_class
+    and auto_map. The image processor has a file of its own, because transformers 4 reads no other;
+    transformers 5 reads this file, too.
+    """
+    tokenizer = _read_json(name, texts, TOKENIZER_CONFIG)
+    # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
+    with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
+        for file in texts.keys() & {*READ_FILES}:
+            Path(unchanged, file).write_bytes(texts[file])
+        try:
+            processor = load_processor(ModelSource(unchanged))
+            if IMAGE_MARK not in (processor.chat_template or ""):
+                log_unknown(["chat_template, which has no images"], name)
+                processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE
+            chat = [{"role": "user", "image": Image.new("RGB", (32, 32)), "content": "?"}]
+            processor.apply_chat_template(chat, tokenize=True, return_dict=True)
+        except (ValueError, TemplateError) as error:
+            raise ValueError(f"{str(error).replace(unchanged, name)}; {PROCESSOR_CURE}") from None
+        processor.save_pretrained(saved)
+        files = {
+            file: Path(saved, file).read_bytes()
+            for file in ("tokenizer.json", TEMPLATE, IMAGE_CONFIG)
+        }
+    left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
+    tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
+    tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{name}: {TOKENIZER_CONFIG}")
+    tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
+    tokenizer.setdefault("image_size", processor.tokenizer.image_size)
+    configs = {"processor_config.json": {}, TOKENIZER_CONFIG: tokenizer}
+    configs[IMAGE_CONFIG] = json.loads(files[IMAGE_CONFIG])
+    for file, values in configs.items():
+        values |= {"processor_class": "ChatGLMProcessor", "auto_map": _auto_map(file)}
+        files[file] = to_json_bytes(dict(sorted(values.items())))
+    return files
+
+
+class WeightFiles(NamedTuple):
+    """The files of a model's weights and their tensors.
+
+    Attributes:
+        paths: Each file by the name that it gets beside our code.
+        tensors: All tensors by name.
+        file_index: The index of these files; None for a single file.
+    """
+
+    paths: dict[str, Path]
+    tensors: dict[str, TensorInfo]
+    file_index: dict[str, Any] | None
+
+
+def find_weight_files(folder: Path) -> WeightFiles:
+    """Return the safetensors files of a folder, also those with names that transformers ignores.
+
+    Raises:
+        ValueError: There are none, or they contradict each other or their index.
+    """
+    names = shards_of(folder)
+    is_standard = bool(names)
+    names = names or sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        if not any(folder.glob("*model*.bin")):
+            raise ValueError(NO_WEIGHTS_PROBLEM)
+        command = f"cd {shlex.quote(str(folder))} && {shlex.join(['python', '-c', CONVERSION])}"
+        raise ValueError(
+            "its weights are pickles (*.bin), which are not read, because a pickle may run code; "
+            f"this command writes them as safetensors, without running any: {command}"
+        )
+    headers = {name: read_header(folder / name) for name in names}
+    weight_map = {tensor: name for name, header in headers.items() for tensor in header}
+    tensors = {tensor: info for header in headers.values() for tensor, info in header.items()}
+    if names == [SINGLE_FILE] or (len(names) == 1 and not is_standard):
+        return WeightFiles({SINGLE_FILE: folder / names[0]}, tensors, None)
+    index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
+    if is_standard:
+        index = read_json_object(folder / WEIGHTS_INDEX)
+    require_agreement(index["weight_map"], headers)
+    return WeightFiles({name: folder / name for name in names}, tensors, index)
+
+
+def read_texts(folder: Path) -> dict[str, bytes]:
+    """Return a model's files of settings, vocabulary and license, by name.
+
+    Raises:
+        ValueError: A file is too large, or is a link out of the folder.
+    """
+    texts = {}
+    for path in sorted(folder.iterdir()):
+        if path.name in (*READ_FILES, *LICENSES):
+            require_inside(path, folder)
+            texts[path.name] = read_bytes_within_limit(path)
+    return texts
+
+
+def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
+    """Hard-link files into a folder, and copy those that cannot be linked.
+
+    Args:
+        files: Paths by the names that they get. Symbolic links are followed.
+
+    Returns:
+        The names of the copies.
+
+    Raises:
+        ValueError: The disk is too small for the copies.
+    """
+    originals = {name: Path(os.path.realpath(path)) for name, path in files.items()}
+    copies = []
+    for name, path in originals.items():
+        try:
+            os.link(path, into / name)
+        except OSError:  # another file system, one without links, or another user's file
+            copies.append(name)
+    sizes = {name: originals[name].stat().st_size for name in copies}
+    require_free_disk(sum(sizes.values()), into.parent)
+    for number, name in enumerate(copies, start=1):
+        activity = f"copying {number} of {len(copies)} files of weights"
+        with show_progress(f"{activity} ({format_bytes(sizes[name])})"):
+            shutil.copyfile(originals[name], into / name)
+    return copies
+
+
+class CheckedModel(NamedTuple):
+    """A model that fits its config.
+
+    Attributes:
+        contents: The files beside the weights, by name.
+        left_out: Names of files of the folder that are not taken over.
+    """
+
+    config: ChatGLMConfig
+    contents: dict[str, bytes]
+    weights: WeightFiles
+    left_out: list[str]
+
+
+def adopt(folder: Path, out: Path | None = None) -> str:
+    """Write a new folder with a model's weights and this package's code, and return a report.
+
+    Nothing in ``folder`` is changed. Weights are hard links where the file system has them, so they
+    take no space; otherwise they are copies. An error leaves no ``out``.
+
+    Args:
+        folder: A model that was published, merged, quantized or trained, with code of any version.
+        out: The new folder; by default ``folder`` with ``-adopted`` appended.
+
+    Raises:
+        ValueError: The folder has no complete glm-4v or cogagent-9b, or ``out`` exists with other
+            content.
+        RuntimeError: ``out`` cannot be written.
+    """
+    folder, is_default = Path(os.path.abspath(folder)), out is None
+    out = out or _default_out(folder)
+    require_apart(out, [("the folder itself", folder)], "--out")
+    with show_progress(f"checking {printable(str(folder))}"):
+        model = _check_model(folder)
+    if is_default and all(
+        (folder / name).is_file() and (folder / name).read_bytes() == content
+        for name, content in model.contents.items()
+    ):
+        return f"{folder} has the code of version {__version__} already; nothing was written"
+    require_new_folder(out)
+    with explain_failed_writes(out, DISK_CURE), create_folder_atomically(out) as partial:
+        for name, content in model.contents.items():
+            (partial / name).write_bytes(content)
+        try:
+            require_readable(str(partial))
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(partial), str(folder))) from None
+        copies = link_or_copy(model.weights.paths, partial)
+    return _describe(folder, out, model, copies)
+
+
+def _default_out(folder: Path) -> Path:
+    if folder.parent.name == "snapshots":
+        raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
+    return folder.with_name(f"{folder.name}-adopted")
+
+
+def _check_model(folder: Path) -> CheckedModel:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; expected that of a model (from the Hub: hf download "
+            "ORG/NAME --local-dir FOLDER)"
+        )
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"{folder} has adapters ({ADAPTER_CONFIG}), which get no code of their own; merge them "
+            f"into their base model: {own_command('merge', str(folder), '--out', 'OUT')}; or, if "
+            "they are already in the weights beside them, move their files away"
+        )
+    try:
+        texts = read_texts(folder)
+        require_glm4v_config(str(folder), texts)
+        weights = find_weight_files(folder)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(folder)) else f"{folder}: {text}") from None
+    if weights.file_index is None:
+        texts.pop(WEIGHTS_INDEX, None)  # transformers does not read it beside a single file
+    else:
+        texts.setdefault(WEIGHTS_INDEX, to_json_bytes(weights.file_index))
+    contents = make_model_files(str(folder), texts)
+    contents |= {name: content for name, content in texts.items() if name not in READ_FILES}
+    values = json.loads(contents[CONFIG])
+    if quantization := values.get("quantization_config"):
+        method = quantization.get("quant_method")
+        require_known_quantizer(str(folder), method)
+        modules = sorted(n.removesuffix(".qweight") for n in weights.tensors if ".qweight" in n)
+        if method == "gptq" and modules and not quantization.get("block_name_to_quantize"):
+            # optimum guesses the quantized layers by names that this model does not have.
+            quantization["block_name_to_quantize"] = "transformer"
+            quantization["modules_in_block_to_quantize"] = [modules]
+            contents[CONFIG] = to_json_bytes(values)
+    config = ChatGLMConfig.from_dict(values)
+    require_complete_weights(str(folder), config, weights.tensors)
+    taken_over = {*READ_FILES, *contents, *(path.name for path in weights.paths.values())}
+    names = sorted(path.name for path in folder.iterdir())
+    left_out = [name for name in names if name not in taken_over or name.endswith(".py")]
+    return CheckedModel(config, contents, weights, left_out)
+
+
+def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
+    """Return the lines that the command prints."""
+    config, weights = model.config, model.weights
+    kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"
+    size = sum(path.stat().st_size for path in weights.paths.values())
+    number = len(weights.paths)
+    linked = (
+        f"{number - len(copies)} hard links, which take no space" if number > len(copies) else ""
+    )
+    copied = f"{len(copies)} copies, because they cannot be linked" if copies else ""
+    lines = [
+        f"{out}: a {kind} with the code of version {__version__}",
+        f"{pluralize(number, 'file')} of weights ({format_bytes(size)}): "
+        + ", ".join(filter(None, (linked, copied))),
+    ]
+    if model.left_out:
+        lines.append(f"left out of {folder}: {printable(listed(model.left_out, 8))}")
+    dtypes = sorted({info.dtype for info in weights.tensors.values()} & FLOAT_DTYPES)
+    config_dtype = str(config.dtype).removeprefix("torch.")
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization["quant_method"]
+        packages = pip_install(*QUANTIZER_PACKAGES[method])
+        lines.append(f"saved quantized by {method}: loading needs {packages}")
+    elif DTYPES.get(config_dtype, dtypes[0]) not in dtypes:
+        lines.append(
+            f"weights are {', '.join(dtypes)}, and config.json says {config_dtype}: with "
+            'dtype="auto" they are loaded as the latter'
+        )
+    if not config.original_rope:
+        command = own_command("compare", str(out))
+        lines.append(
+            "nobody here has read cogagent-9b's modeling file or has its weights: that image "
+            "tokens share one position, as in glm-4v, is assumed. This runs both codes on yours: "
+            f"{command}"
+        )
+    return "\n".join(lines)
