@@ -208,8 +208,14 @@ def _encoding_cure(path: Path, head: bytes) -> str:
 def _find_encoding(head: bytes) -> str:
     """Return the encoding of a text that begins with ``head``: UTF-16 or UTF-32 if it is text in
     one of them, else UTF-8. In the wrong order of bytes, a line feed is not a character."""
-    is_wide = b"\0" in head or head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    for encoding in ("utf-32", "utf-32-be", "utf-16", "utf-16-be") if is_wide else ():
+    wide: tuple[str, ...] = ()
+    if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        wide = ("utf-32",)
+    elif head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        wide = ("utf-16",)
+    elif b"\0" in head:
+        wide = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
+    for encoding in wide:
         text = codecs.getincrementaldecoder(encoding)("replace").decode(head)
         categories = {unicodedata.category(c) for c in {*text} - {*"\t\r\n"}}
         is_text = "\ufffd" not in text and not categories & {"Cc", "Cn", "Cs"}
@@ -382,10 +388,11 @@ def _find_header_problem(path: Path, names: list[str]) -> str | None:
     delimiter = next((c for c in names[0] if not COLUMN_NAME_CHARACTERS_RE.fullmatch(c)), None)
     if len(names) > 1 or delimiter is None:
         return None
+    command = fill_cure(f"sed '1isep={delimiter}' FILE > RESULT.csv", str(path))
     return (
         f"has one column, {quoted(names[0])}, with {quoted(delimiter)} in its name; expected names "
         "separated by commas, semicolons or tabs (in a .tsv: tabs), or a line that names the "
-        f"separator: {fill_cure(f'sed 1isep={delimiter} FILE > RESULT.csv', str(path))}"
+        f"separator: {command}"
     )
 
 
