@@ -179,6 +179,8 @@ def _require_text(path: Path, head: bytes) -> None:
         with path.open("rb") as file:
             file.seek(-min(TAIL_BYTES, path.stat().st_size), os.SEEK_END)
             name, cure = find_signature(head, file.read()) or ("", "name the folder of an image")
+        if not name and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            name, cure = "damaged UTF-16 or UTF-32", "save it as UTF-8 where you made it"
         if name or b"\0" in head[:32]:
             cure = fill_cure(cure, str(path))
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
