@@ -63,7 +63,7 @@ def _build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     task_help = "shapes: name what is drawn; boxes: point to it (default: shapes)"
     demo.add_argument("--task", choices=("shapes", "boxes"), default="shapes", help=task_help)
-    demo.add_argument("--steps", type=_positive_count, default=120, help="training steps")
+    demo.add_argument("--steps", type=_positive_count, default=100, help="training steps")
 
     train = commands.add_parser(
         "train",

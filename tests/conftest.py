@@ -142,3 +142,9 @@ def no_precision_of_earlier_tests():
     """transformers 4 leaves the precision of a training in the environment, for the next one."""
     yield
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_of_a_slow_machine(monkeypatch):
+    """What a command prints in this process does not depend on how long it takes."""
+    monkeypatch.setattr("glm4v_patched.terminal_text.FIRST_LINE_SECONDS", 600)

@@ -22,9 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
-from tqdm import tqdm
 
-from ..terminal_text import shorten
+from ..terminal_text import shorten, show_progress
 from .check_cache import ImageCheckCache, default_cache_path
 from .checked_data import CHECK_VERSION, CheckedData, row_digests
 from .collate import ConversationCollator, SampleSize
@@ -59,7 +58,6 @@ CLOCK_TICK_NS = 2 * 10**9
 # Reading this many bytes takes a second; starting a process takes a tenth of one.
 BYTES_PER_PROCESS = 2**21
 MAX_PROCESSES = 16  # each of them parses every line
-PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
 DataSources = Sequence[DataSource]
 # Shared, because constructing an encoder takes longer than encoding a row.
@@ -191,8 +189,9 @@ def _all_measured_batches(
         if num_precheck is not None:
             limit = min(num_precheck, source.max_samples or num_precheck)
             source = replace(source, max_samples=limit)
-        rows = tqdm(iter_rows(source), total=_count_rows(source), **PROGRESS)
-        yield from _measured_batches(iter(rows), number, collator)
+        batches = _measured_batches(iter_rows(source), number, collator)
+        with show_progress("reading rows", total=_count_rows(source)) as progress:
+            yield from _report_sizes(batches, progress.update)
 
 
 def _measured_batches(
@@ -224,8 +223,8 @@ def _has_lines(source: DataSource) -> bool:
 
 
 def _count_rows(source: DataSource) -> int | None:
-    """Return the number of rows of a source for a progress bar; None if rows have no lines, or the
-    file would have to be unpacked."""
+    """Return the number of rows of a source; None if rows have no lines, or the file would
+    have to be unpacked."""
     if not _has_lines(source) or source.path.lower().endswith(COMPRESSED):
         return source.max_samples
     num_lines = count_lines(Path(source.path))
@@ -247,8 +246,8 @@ def _store_in_processes(
                     batches = _measured_batches(rows, number, collator)
                     write_rows(_report_sizes(batches, report), file)
 
-        with tqdm(total=total, **PROGRESS) as bar:
-            run_forked(store_shard, processes, bar.update)
+        with show_progress("reading rows", total=total) as progress:
+            run_forked(store_shard, processes, progress.update)
         shards = (
             [Path(name, f"{number}.{process}") for process in range(processes)]
             for number in range(len(sources))
@@ -445,10 +444,11 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
                 checks[path] = ImageCheck(*times, sha256, None)
         uncached = [path for path in keys if path not in checks]
         new_checks = check_image_files(uncached)
-        bar = tqdm(new_checks, "decoding images", len(uncached), disable=None, delay=1)
+        ticker = show_progress("decoding images", total=len(uncached), unit="image")
         # Close explicitly: otherwise the threads stay alive as long as the generator.
-        with closing(new_checks):
-            for path, check in zip(uncached, bar, strict=True):
+        with closing(new_checks), ticker as progress:
+            for path, check in zip(uncached, new_checks, strict=True):
+                progress.update()
                 checks[path] = check
                 if check.problem is None and max(check.mtime_ns, check.ctime_ns) < cacheable_before:
                     unsaved[keys[path]] = check[:4]

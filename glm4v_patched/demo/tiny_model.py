@@ -23,11 +23,21 @@ PATCH_SIDE = 14
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 
-def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int) -> None:
-    """Save a tiny model with random weights, and its processor, for ``from_pretrained``."""
+def build_from_scratch(
+    folder: Path,
+    conversations: list[list[dict]],
+    seed: int,
+    language: Mapping[str, Any] = NO_OVERRIDES,
+    tower: Mapping[str, Any] = NO_OVERRIDES,
+) -> None:
+    """Save a tiny model with random weights, and its processor, for ``from_pretrained``.
+
+    ``language`` and ``tower`` are those of :func:`tiny_config`.
+    """
     processor = build_processor([m["content"] for messages in conversations for m in messages])
     torch.manual_seed(seed)
-    save(GLM4VForCausalLM(tiny_config(processor.tokenizer)).bfloat16(), processor, folder)
+    config = tiny_config(processor.tokenizer, language=language, tower=tower)
+    save(GLM4VForCausalLM(config).bfloat16(), processor, folder)
 
 
 def save(model: GLM4VForCausalLM, processor: ChatGLMProcessor, folder: Path) -> None:

@@ -21,12 +21,12 @@ from llmcompressor.pipelines.registry import CalibrationPipeline
 from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger
 from torch import nn
-from tqdm import tqdm
 
 from .. import applied
 from ..data.collate import ConversationCollator
 from ..models.base import ModelSource
 from ..models.loading import load_with_processor
+from ..terminal_text import show_progress
 from .nonfinite import require_finite_logits
 
 PIPELINE_NAME = "glm4v_layer_by_layer"
@@ -50,8 +50,8 @@ class LayerByLayer(CalibrationPipeline):
             if any(hasattr(module, "quantization_scheme") for module in layers.modules())
         ]
         LifecycleCallbacks.calibration_start()
-        progress = tqdm(total=sum(map(len, stacks)), unit="layer", desc="quantizing", disable=None)
-        with torch.no_grad(), DisableQuantization(model), progress:
+        ticker = show_progress("quantizing", total=sum(map(len, stacks)), unit="layer")
+        with torch.no_grad(), DisableQuantization(model), ticker as progress:
             for layers in stacks:
                 inputs = _capture_inputs(layers[0], model, dataloader)
                 for layer in layers:

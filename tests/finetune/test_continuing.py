@@ -178,7 +178,11 @@ def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, no
 @pytest.mark.parametrize("trained", ["lora_all", "lm"])
 def test_a_stopped_run_in_fp8_goes_on_to_the_bit_and_saves_bf16(tmp_path, monkeypatch, trained):
     monkeypatch.setattr(fp8, "_allow_cpu", True)
-    changes = {"engine": {"fp8": True, "zero_stage": 0}, "trained": trained, "lora.rank": 4}
+    changes = {
+        "engine": {"fp8": True, "precision": "bf16", "zero_stage": 0},
+        "trained": trained,
+        "lora.rank": 4,
+    }
     changes |= {"trainer.max_steps": 4, "trainer.learning_rate": 1e-2, "trainer.save_steps": 2}
     whole = drawn_recipe(tmp_path, changes)
     plain = whole.override({"engine.fp8": False, "out": str(tmp_path / "plain")})
