@@ -98,7 +98,7 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
     except UnidentifiedImageError:
         if kind := find_signature(content, content):
             return f"is {kind[0]}: {fill_cure(kind[1], path)}"
-        return "cannot be read as an image: Pillow does not know its format"
+        return "cannot be read as an image: Pillow does not know its format; save it as PNG"
     except Exception as error:  # Pillow's readers raise any kind for broken files
         reason = str(error) or type(error).__name__
         if "MAX_TEXT_CHUNK" in reason:

@@ -25,7 +25,7 @@ LONG_TEXT_CURE = _PYTHON % (
 _HEIF = "pip install pillow-heif; if that is installed, the file is damaged"
 _SQLITE = "sqlite3 -json FILE 'select * from T' > RESULT.json (tables T: sqlite3 FILE .tables)"
 _FRAME = "the model accepts only images; the first frame: ffmpeg -i FILE -frames:v 1 RESULT.png"
-_PARQUET = "save it as Parquet where you made it"
+_SAVE = "save it as Parquet (rows) or PNG (an image) where you made it"
 _AGAIN = "copy or download it again"
 SIGNATURES = {
     rb"version https://git-lfs\.": ("a pointer of Git LFS, not the file", "git -C FOLDER lfs pull"),
@@ -47,9 +47,9 @@ SIGNATURES = {
     rb"7z\xbc\xaf|Rar!": ("a 7z or RAR archive", "7z x FILE -oRESULT"),
     rb".{257}ustar": ("a tar archive", "mkdir RESULT && tar -xf FILE -C RESULT"),
     rb"\x1f\x8b": ("compressed with gzip", "gzip -dc FILE > RESULT"),
-    rb"\x80[\x02-\x05]": ("a Python pickle, which can run code", _PARQUET),
+    rb"\x80[\x02-\x05]": ("a Python pickle, which can run code", _SAVE),
     rb"SQLite format 3": ("an SQLite database", _SQLITE),
-    rb"\x93NUMPY|\x89HDF|MATLAB 5|Obj\x01|ORC": ("a file of arrays or tables", _PARQUET),
+    rb"\x93NUMPY|\x89HDF|MATLAB 5|Obj\x01|ORC": ("a file of arrays or tables", _SAVE),
 }
 """Patterns of a file's first and last bytes: the name of the kind, and a cure, in which FILE is the
 file, RESULT a name for the result, and FOLDER the folder of the file."""

@@ -5,6 +5,7 @@
 by the names of their columns (``data.columns``). :func:`messages.check_messages` checks the result.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,14 @@ from .columns import (
     require_column,
 )
 from .image_files import IMAGE_KEY_RE
-from .messages import TRAIN_FLAGS, describe_value, quoted, read_each, refuse_keys
+from .messages import (
+    IMAGE_PLACEHOLDER_RE,
+    TRAIN_FLAGS,
+    describe_value,
+    quoted,
+    read_each,
+    refuse_keys,
+)
 
 MessagesAndImages = tuple[Any, list | None]
 """A row's messages, and its images, or None for images if the row has none of its own."""
@@ -154,10 +162,7 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         raise ValueError('has both "images" and "image": keep one of them')
     images = row[image_keys[0]] if image_keys else None
     if isinstance(images, dict) and not images.keys() <= {"bytes", "path"}:
-        raise ValueError(
-            f"{image_keys[0]} is an object with the keys {listed([*map(quoted, images)])}: write "
-            '"images": ["a.png", "b.png"], and one <image> per image in the text'
-        )
+        row, images = _order_named_images(row, image_keys[0])
     if image_keys and not isinstance(images, list):
         images = [images]
     if name == "messages":
@@ -184,6 +189,23 @@ def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
         cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
     keys = (key for key in row if key not in TOOL_COLUMNS)
     refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
+
+
+def _order_named_images(row: dict, name: str) -> tuple[dict, list]:
+    """Return a row whose images have names in the text (MiniCPM-V's ``{"<image_00>": "a.png"}``)
+    with <image> for each name, and the images in the order of the text."""
+    images = row[name]
+    text = json.dumps({key: value for key, value in row.items() if key != name}, default=str)
+    times = {text.count(key) for key in images}
+    if times not in ({0}, {1}) or not all(map(IMAGE_PLACEHOLDER_RE.fullmatch, images)):
+        raise ValueError(
+            f"{name} is an object with the keys {listed([*map(quoted, images)])}: write "
+            '"images": ["a.png", "b.png"], and one <image> per image in the text'
+        )
+    ordered = [images[key] for key in sorted(images, key=text.find)]
+    for key in images:
+        text = text.replace(key, "<image>")
+    return json.loads(text), ordered
 
 
 def _prompt_and_completion(row: dict) -> list:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import os
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import url2pathname
@@ -22,7 +21,6 @@ IMAGE_KEY_RE = re.compile(
     re.IGNORECASE,
 )
 """Matches names of columns and keys that contain images."""
-ABSOLUTE_PATH_RE = re.compile(r"/|[A-Za-z]:[\\/]|\\\\")  # of Linux, and of Windows
 URL_CURE = "expected a path: save the image beside the data, or set data.allow_urls: true"
 
 
@@ -88,7 +86,6 @@ class ImageFiles:
         self.store = store
         self.within = within
         self.root = root and root.rstrip("/\\")
-        self._exists = cache(os.path.isdir)  # rows share folders
 
     def path_of(self, image: Any) -> str:
         """Return the absolute path of an image's file.
@@ -142,12 +139,6 @@ class ImageFiles:
             raise ValueError(
                 f"image is {describe_value(image)}, outside of {self.within}; a data set of the "
                 "Hub may only have images in its table, in itself, or in data.image_folder"
-            )
-        if ABSOLUTE_PATH_RE.match(image) and not self._exists(folder := os.path.dirname(path)):
-            raise ValueError(
-                f"the folder of its image, {describe_value(folder)}, does not exist; if it was "
-                "moved, write the part of the path that has changed as data.image_root, and its "
-                "new place as data.image_folder (answer, evaluate: --image-root, --image-folder)"
             )
         return path
 

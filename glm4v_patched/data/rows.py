@@ -30,8 +30,9 @@ from .source import DataSource, find_source_problem
 from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, file_kind, read_text
 
 ROWS_CURE = (
-    "correct these rows (image paths are relative to the file's folder, or to data.image_folder; "
-    "answer, evaluate: --image-folder)"
+    "correct these rows (image paths are relative to the file's folder, or to data.image_folder, "
+    "which also replaces data.image_root in paths of images that were moved; answer, evaluate: "
+    "--image-folder, --image-root)"
 )
 MAX_PROBLEMS_LISTED = 20
 MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have

@@ -15,32 +15,28 @@ import lzma
 import os
 import re
 import shlex
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
 from .columns import EMPTY_CELL, IMAGE_SUFFIXES
+from .encodings import INVALID_BYTE_RE, encoding_cure, find_encoding, find_encoding_problem
 from .file_signatures import HEAD_BYTES as FIRST_BYTES
 from .file_signatures import TAIL_BYTES, fill_cure, find_signature
 from .formats import ROW_FORMATS
+from .image_files import file_times
 from .messages import MAX_KEYS_LISTED, quoted
 from .source import CSV_SUFFIXES, DataSource, suffix_of
 
-# Bytes decoded with "surrogateescape", and NUL, which no text file contains.
-INVALID_BYTE_RE = re.compile("[\0\udc80-\udcff]")
 # The names by which pyarrow knows compressions, and Python xz, by the first bytes of a file.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"(\xb5/\xfd": "zstd", b"\xfd7zXZ": "xz"}
-ENCODINGS = ("GB18030", "BIG5", "SHIFT_JIS", "EUC-KR", "WINDOWS-1252", "WINDOWS-1251")
-"""Names of encodings that Python and iconv know. Nothing in a file tells them apart for certain, so
-a message shows how a text reads in each of them."""
 BINARY_RE = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]|\A(?:<|%PDF|\{\\rtf|version https://git)")
-HEAD_BYTES = 2**18  # by which the kind and the encoding of a file are found
+HEAD_BYTES = 2**16  # by which the kind and the encoding of a file are found
 MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
 MAX_CHARACTERS = 2**27
 """Limit of one row, of which several copies are in memory at a time."""
@@ -173,7 +169,7 @@ def _kind_of_json(path: Path) -> str:
 
 def _require_text(path: Path, head: bytes) -> None:
     """Raise ``ValueError`` if a file that begins with ``head`` is not text in a known encoding."""
-    if _find_encoding(head) != "utf-8-sig":
+    if find_encoding(head) != "utf-8-sig":
         return
     if BINARY_RE.search(head[:FIRST_BYTES]):
         with path.open("rb") as file:
@@ -184,53 +180,26 @@ def _require_text(path: Path, head: bytes) -> None:
         if name or b"\0" in head[:32]:
             cure = fill_cure(cure, str(path))
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
-    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(head)
-    if 2 * len(INVALID_BYTE_RE.findall(text)) > len(re.findall(r"[^\0-\x7f]", text)):
-        raise ValueError(f"{path} is not UTF-8: {_encoding_cure(path, head)}")
 
 
-def _encoding_cure(path: Path, head: bytes) -> str:
-    """Return how the first word that is not ASCII reads in each encoding that the text may have,
-    and the command that converts the file."""
-    words = {}
-    for encoding in ENCODINGS:
-        with suppress(UnicodeDecodeError):
-            text = codecs.getincrementaldecoder(encoding)().decode(head)
-            words[encoding] = re.findall(r"\w*[^\0-\x7f]+\w*", text)[0]
-    # Letters with accents are single bytes between letters; other scripts have several in a row.
-    runs = [len(run) for run in re.findall(rb"[\x80-\xff]+", head)]
-    best = "WINDOWS-1252" if 2 * runs.count(1) > len(runs) else next(iter(words), "")
-    if best not in words:
-        return "save the file as UTF-8"
-    readings = ", ".join(f"{quoted(word)} in {encoding}" for encoding, word in words.items())
-    command = fill_cure(f"iconv -f {best} -t UTF-8 FILE > RESULT{path.suffix}", str(path))
-    return f"it has the word {readings}; convert it from the encoding that is right: {command}"
+@lru_cache(maxsize=8)  # many rows may ask for it
+def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None:
+    with _open_bytes(path) as file:
+        return encoding_cure(str(path), suffix_of(path), file.peek(HEAD_BYTES))
 
 
-def _find_encoding(head: bytes) -> str:
-    """Return the encoding of a text that begins with ``head``: UTF-16 or UTF-32 if it is text in
-    one of them, else UTF-8. In the wrong order of bytes, a line feed is not a character."""
-    wide: tuple[str, ...] = ()
-    if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
-        wide = ("utf-32",)
-    elif head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        wide = ("utf-16",)
-    elif b"\0" in head:
-        wide = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
-    for encoding in wide:
-        text = codecs.getincrementaldecoder(encoding)("replace").decode(head)
-        categories = {unicodedata.category(c) for c in {*text} - {*"\t\r\n"}}
-        is_text = "\ufffd" not in text and not categories & {"Cc", "Cn", "Cs"}
-        if is_text and ("\n" in text or text[:1] in "[{"):
-            return encoding
-    return "utf-8-sig"
+def _find_encoding_problem(path: Path, text: str) -> str | None:
+    """Return what in a text of a file is not UTF-8, or None."""
+    if INVALID_BYTE_RE.search(text) is None:
+        return None
+    return find_encoding_problem(text, _encoding_cure(path, file_times(str(path))))
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
     """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, which
     UTF-8 cannot contain, so that their line is reported later."""
     stream = _open_bytes(path)
-    encoding = _find_encoding(stream.peek(HEAD_BYTES))
+    encoding = find_encoding(stream.peek(HEAD_BYTES))
     errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
     return io.TextIOWrapper(stream, encoding, errors=errors, newline=newline)
 
@@ -280,7 +249,8 @@ class _Unpacked(io.RawIOBase):
 class _JsonReader:
     """Decodes JSON, and records repeated keys and huge numbers as a problem of the value."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.problem: str | None = None
         self.decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
 
@@ -303,21 +273,11 @@ class _JsonReader:
     def pop_problem(self, text: str) -> str | None:
         """Return what is wrong with the value decoded last from ``text``, and forget it."""
         problem, self.problem = self.problem, None
-        return find_encoding_problem(text) or problem
-
-
-def find_encoding_problem(text: str) -> str | None:
-    """Return which byte of a text could not be decoded, or None."""
-    match = INVALID_BYTE_RE.search(text)
-    if match is None:
-        return None
-    byte, position = ord(match[0]) & 0xFF, match.start() + 1
-    cure = "which is not UTF-8: save the file as UTF-8" if byte else "which is no text: remove it"
-    return f"character {position} is the byte 0x{byte:02x}, {cure}"
+        return _find_encoding_problem(self.path, text) or problem
 
 
 def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRows:
-    reader, row_numbers = _JsonReader(), count()
+    reader, row_numbers = _JsonReader(path), count()
     # splitlines() would also split at line separators inside of JSON strings.
     with open_text(path) as lines:
         read_line = partial(lines.readline, MAX_CHARACTERS)
@@ -423,7 +383,8 @@ def _read_csv(path: Path) -> NumberedRows:
         names = next(rows, [])
         if len(names) > MAX_KEYS:
             raise ValueError(f"{path}:1: {len(names):,} columns; expected at most {MAX_KEYS:,}")
-        if names and (header_problem := _find_header_problem(path, names)):
+        header_problem = _find_encoding_problem(path, first)
+        if header_problem := header_problem or (names and _find_header_problem(path, names)):
             raise ValueError(f"{path}:1: {header_problem}")
         if repeated := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(
@@ -442,7 +403,7 @@ def _read_csv(path: Path) -> NumberedRows:
                 problem = f"not CSV ({error}): inside quotes, write a quote twice"
             except StopIteration:
                 return
-            problem = problem or find_encoding_problem("".join(cells))
+            problem = problem or _find_encoding_problem(path, "".join(cells))
             row = {name: cell or EMPTY_CELL for name, cell in zip(names, cells, strict=False)}
             if cells or problem:
                 yield line, row if problem is None else RowProblem(line, problem)
@@ -488,7 +449,7 @@ class _JsonDocument:
                 "which is read at once; convert it to JSON lines, which are read one by one: "
                 f"jq -c '.[]' {file_name} > {file_name}l (for a list under a key: '.NAME[]')"
             )
-        self.path, self.position, self.reader = path, 0, _JsonReader()
+        self.path, self.position, self.reader = path, 0, _JsonReader(path)
 
     def items(self, brackets: str) -> Iterator[int]:
         """Yield the number of each item of the array or object that comes next. The caller decodes
