@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import stat
 import warnings
 from collections.abc import Generator, Sequence
@@ -17,6 +18,7 @@ from .workers import cores
 MAX_PIXELS = 120 * 10**6
 """Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
+TEXT_RE = re.compile(rb"[\s!-~\x80-\xff]*")
 MAX_THREADS = 32  # more would wait for the GIL
 IMAGES_PER_SUBMIT = 1000  # given to the threads at a time
 
@@ -98,10 +100,12 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
     except UnidentifiedImageError:
         if kind := find_signature(content, content):
             return f"is {kind[0]}: {fill_cure(kind[1], path)}"
+        if TEXT_RE.fullmatch(content[:1000]):
+            return "is text, such as a server's error: copy or download it again"
         return "cannot be read as an image: Pillow does not know its format; save it as PNG"
     except Exception as error:  # Pillow's readers raise any kind for broken files
         reason = str(error) or type(error).__name__
-        if "MAX_TEXT_CHUNK" in reason:
+        if "MAX_TEXT_" in reason:
             return f"has over 1 MiB of text: {fill_cure(LONG_TEXT_CURE, path)}"
         # Messages of our image processor begin with "it".
         is_ours = reason.startswith("it ")

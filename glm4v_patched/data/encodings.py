@@ -7,11 +7,20 @@ from contextlib import suppress
 
 from .file_signatures import fill_cure
 
-# Bytes decoded with "surrogateescape", and NUL, which no text file contains.
-INVALID_BYTE_RE = re.compile("[\0\udc80-\udcff]")
-ENCODINGS = ("GB18030", "BIG5", "SHIFT_JIS", "EUC-KR", "WINDOWS-1252", "WINDOWS-1251")
-"""Names of encodings that Python and iconv know. Nothing in a file tells them apart for certain, so
-a message shows how a text reads in each of them."""
+SURROGATE_BYTE_RE = re.compile("[\udc80-\udcff]")  # bytes decoded with "surrogateescape"
+INVALID_BYTE_RE = re.compile("[\0\udc80-\udcff]")  # these, and NUL, which no text file contains
+ENCODINGS = {
+    "GB18030": "的一是不了在有人我他这中大来上个到说们为什么图片问题答案颜色，。？！",
+    "BIG5": "的一是不了在有人我他這中大來上個到說們為什麼圖片問題答案顏色，。？！",
+    "SHIFT_JIS": "のにはをたがでてとしれさるいもなかうすこ、。",
+    "EUC-JP": "のにはをたがでてとしれさるいもなかうすこ、。",
+    "EUC-KR": "이다는에가고의을를한지하어나아로기사니까습은무슨색그림떤엇",
+    "WINDOWS-1252": "éèàçêâîôûùäöüßñáíóúãõå’“”–€",
+    "WINDOWS-1251": "оеаинтсрвлкмдпуяызьбгчйхжшюцщэфъё",
+}
+"""Names of encodings that Python and iconv know, with frequent characters of their languages.
+Nothing in a file tells encodings apart for certain, so a message shows how a text reads in each."""
+EAST_ASIAN = tuple(ENCODINGS)[:5]
 
 
 def find_encoding(head: bytes) -> str:
@@ -46,22 +55,36 @@ def find_encoding_problem(text: str, cure: str | None) -> str | None:
     return f"character {position} is the byte 0x{byte:02x}, {reason}"
 
 
-def encoding_cure(path: str, suffix: str, head: bytes) -> str | None:
+def encoding_cure(path: str, suffix: str, head: bytes, unpack: str = "") -> str | None:
     """Return how the first word of a text that is not ASCII reads in each encoding that it may
-    have, and the command that converts the file; None if most of it is UTF-8."""
+    have, and the command that converts the file; None if most of it is UTF-8.
+
+    Args:
+        unpack: The command that writes the text of a compressed file, with FILE for its name.
+    """
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(head)
-    if 2 * len(INVALID_BYTE_RE.findall(text)) <= len(re.findall(r"[^\0-\x7f]", text)):
+    if 2 * len(SURROGATE_BYTE_RE.findall(text)) <= len(re.findall(r"[^\0-\x7f]", text)):
         return None
-    words = {}
+    texts = {}
     for encoding in ENCODINGS:
         with suppress(UnicodeDecodeError):
-            text = codecs.getincrementaldecoder(encoding)().decode(head)
-            words[encoding] = re.findall(r"\w*[^\0-\x7f]+\w*", text)[0]
-    # Letters with accents are single bytes between letters; other scripts have several in a row.
+            texts[encoding] = codecs.getincrementaldecoder(encoding)().decode(head)
+    share = {
+        encoding: sum(map(text.count, ENCODINGS[encoding])) / len(re.findall(r"[^\0-\x7f]", text))
+        for encoding, text in texts.items()
+    }
+    # Letters with accents are single bytes between letters; in Russian, several are in a row.
     runs = [len(run) for run in re.findall(rb"[\x80-\xff]+", head)]
-    best = "WINDOWS-1252" if 2 * runs.count(1) > len(runs) else next(iter(words), "")
-    if best not in words:
+    share["WINDOWS-1252"] = 1 if 2 * runs.count(1) > len(runs) else share.get("WINDOWS-1252", 0)
+    best = next(
+        (e for e in EAST_ASIAN if share.get(e, 0) > 0.15), max(share, key=share.__getitem__)
+    )
+    if best not in texts:
         return None
+    words = {e: re.findall(r"\w*[^\0-\x7f]+\w*", text)[0] for e, text in texts.items()}
     readings = ", ".join(f'"{word[:40]}" in {encoding}' for encoding, word in words.items())
-    command = fill_cure(f"iconv -f {best} -t UTF-8 FILE > RESULT{suffix}", path)
-    return f"it has the word {readings}; convert it from the encoding that is right: {command}"
+    first = next(byte for byte in head if byte > 0x7F)
+    command = f"iconv -f {best} -t UTF-8 FILE > RESULT{suffix}"
+    command = fill_cure(f"{unpack} | {command.replace('FILE ', '')}" if unpack else command, path)
+    cure = f"convert it from the encoding that is right: {command}"
+    return f"its first byte above 0x7f, 0x{first:02x}, is in the word {readings}; {cure}"

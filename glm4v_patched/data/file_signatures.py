@@ -19,7 +19,7 @@ RAW_CURE = "pip install rawpy && " + _PYTHON % (
     ".save(sys.argv[2] + '.png')"
 )
 LONG_TEXT_CURE = _PYTHON % (
-    "PIL.Image as I, PIL.PngImagePlugin as P; P.MAX_TEXT_CHUNK = 2**26; "
+    "PIL.Image as I, PIL.PngImagePlugin as P; P.MAX_TEXT_CHUNK = P.MAX_TEXT_MEMORY = 2**30; "
     "I.open(sys.argv[1]).save(sys.argv[2] + '.png')"
 )
 _HEIF = "pip install pillow-heif; if that is installed, the file is damaged"
@@ -31,12 +31,13 @@ SIGNATURES = {
     rb"version https://git-lfs\.": ("a pointer of Git LFS, not the file", "git -C FOLDER lfs pull"),
     rb"\0\x05\x16[\0\x07]": ("macOS's notes on another file", "find FOLDER -name '._*' -delete"),
     rb"\0+\Z": ("only zero bytes", _AGAIN),
-    rb"(?i)\s*<.{,4000}?<svg\b|\s*<svg\b": ("an SVG drawing", _PAGES),
-    rb"(?i)\s*<(!doctype|html|head|body|\?xml|error)": ("a web page, or a server's error", _AGAIN),
+    rb"(?i)\s*<(!doctype html|html|head|body)": ("a web page", _AGAIN),
+    rb"(?i)\s*<([?!].{,4000}?<)?svg\b": ("an SVG drawing", _PAGES),
+    rb"(?i)\s*<(!doctype|\?xml|error)": ("XML, such as a server's error", _AGAIN),
     rb".{,1000}?%PDF-": ("a PDF", _PAGES),
     rb".{128}DICM": ("a DICOM file", "dcmj2pnm +on +Wm FILE RESULT.png"),
     rb".{4}ftyp(hei[cmsx]|hev[cmsx]|mif[12]|msf1)": ("HEIC or HEIF", _HEIF),
-    rb".{4}ftypavi[fs]": ("AVIF", "pip install -U pillow"),
+    rb".{4}ftypavi[fs]": ("AVIF", "pip install -U pillow; if that is new, the file is damaged"),
     rb"\xff\x0a|\0\0\0\x0cJXL ": ("JPEG XL", "djxl FILE RESULT.png"),
     rb".{4}ftypcrx |FUJIFILM|II(RO|RS|U\0)|MMOR|FOVb": ("a RAW photo", RAW_CURE),
     rb".{4}(ftyp|moov|mdat|wide)|\x1aE\xdf\xa3|RIFF.{4}AVI |\0\0\x01\xba": ("a video", _FRAME),

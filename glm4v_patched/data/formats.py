@@ -162,7 +162,8 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         raise ValueError('has both "images" and "image": keep one of them')
     images = row[image_keys[0]] if image_keys else None
     if isinstance(images, dict) and not images.keys() <= {"bytes", "path"}:
-        row, images = _order_named_images(row, image_keys[0])
+        row = _order_named_images(row, image_keys[0])
+        images = row[image_keys[0]]
     if image_keys and not isinstance(images, list):
         images = [images]
     if name == "messages":
@@ -191,9 +192,9 @@ def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
     refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
 
 
-def _order_named_images(row: dict, name: str) -> tuple[dict, list]:
+def _order_named_images(row: dict, name: str) -> dict:
     """Return a row whose images have names in the text (MiniCPM-V's ``{"<image_00>": "a.png"}``)
-    with <image> for each name, and the images in the order of the text."""
+    with <image> for each name, and a list of the images in the order of the text."""
     images = row[name]
     text = json.dumps({key: value for key, value in row.items() if key != name}, default=str)
     times = {text.count(key) for key in images}
@@ -205,7 +206,7 @@ def _order_named_images(row: dict, name: str) -> tuple[dict, list]:
     ordered = [images[key] for key in sorted(images, key=text.find)]
     for key in images:
         text = text.replace(key, "<image>")
-    return json.loads(text), ordered
+    return json.loads(text) | {name: ordered}
 
 
 def _prompt_and_completion(row: dict) -> list:

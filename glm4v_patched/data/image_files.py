@@ -4,6 +4,8 @@ import base64
 import hashlib
 import os
 import re
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import url2pathname
@@ -21,6 +23,8 @@ IMAGE_KEY_RE = re.compile(
     re.IGNORECASE,
 )
 """Matches names of columns and keys that contain images."""
+# The beginning of a URL of a file, before its path: on Linux "/a.png", on Windows "C:/a.png".
+FILE_URL_RE = re.compile(r"file:(?://(?:localhost(?=/))?)?(?:/(?=[a-z]:[\\/]))?", re.IGNORECASE)
 URL_CURE = "expected a path: save the image beside the data, or set data.allow_urls: true"
 
 
@@ -85,7 +89,7 @@ class ImageFiles:
         self.allow_urls = allow_urls
         self.store = store
         self.within = within
-        self.root = root and root.rstrip("/\\")
+        self.root = None if root is None else root.replace("\\", "/").rstrip("/")
 
     def path_of(self, image: Any) -> str:
         """Return the absolute path of an image's file.
@@ -116,11 +120,12 @@ class ImageFiles:
 
     def _resolved(self, image: str) -> str:
         """Return the absolute path of a file that is named by its path."""
-        if image[:7].lower() == "file://":
+        if image[:6].lower() == "file:/":
             image = _path_of_file_url(image)
-        root, rest = self.root, image[len(self.root or "") :]
-        if root and image.startswith(root) and rest[:1] in ("/", "\\"):
-            image = (rest.replace("\\", "/") if "\\" in root else rest).lstrip("/")
+        if self.root is not None:
+            length = len(self.root)
+            if image[: length + 1].replace("\\", "/") == self.root + "/":
+                image = image[length:].lstrip("/\\")
         if "://" in image[:12]:
             raise ValueError(f"image is {describe_value(image)}; {URL_CURE.partition(',')[0]}")
         if "\0" in image:
@@ -133,14 +138,21 @@ class ImageFiles:
             )
         # abspath() would take a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
-        if "\\" in image and not os.path.lexists(path):  # of Windows
-            path = os.path.normpath(os.path.join(self.folder, image.replace("\\", "/")))
+        if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
+            path = next(filter(os.path.lexists, self._other_spellings(image)), path)
         if not self.may_name(path):
             raise ValueError(
                 f"image is {describe_value(image)}, outside of {self.within}; a data set of the "
                 "Hub may only have images in its table, in itself, or in data.image_folder"
             )
         return path
+
+    def _other_spellings(self, image: str) -> Iterator[str]:
+        """Yield the paths of a file whose name came from Windows, or whose accents macOS or others
+        write as characters of their own."""
+        for form in ("NFC", "NFD"):
+            name = unicodedata.normalize(form, image.replace("\\", "/"))
+            yield os.path.normpath(os.path.join(self.folder, name))
 
     def may_name(self, path: str) -> bool:
         """Return whether rows may name a file, which need not exist."""
@@ -184,8 +196,8 @@ class ImageFiles:
 
 
 def _path_of_file_url(url: str) -> str:
-    """Return the path in a ``file://`` URL, whose %20 some programs write and others mean."""
-    written = re.sub("(?i)^localhost(?=/)", "", url[7:])
+    """Return the path in a ``file:`` URL, whose %20 some programs write and others mean."""
+    written = FILE_URL_RE.sub("", url)
     paths = {path for path in (written, url2pathname(written)) if os.path.lexists(path)}
     if len(paths) > 1:
         raise ValueError(f"image is {describe_value(url)}, which may be {' or '.join(paths)}")

@@ -35,6 +35,7 @@ from .source import CSV_SUFFIXES, DataSource, suffix_of
 
 # The names by which pyarrow knows compressions, and Python xz, by the first bytes of a file.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"(\xb5/\xfd": "zstd", b"\xfd7zXZ": "xz"}
+UNPACK_COMMANDS = {"bz2": "bzip2 -dc FILE"} | {k: f"{k} -dc FILE" for k in ("gzip", "zstd", "xz")}
 BINARY_RE = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]|\A(?:<|%PDF|\{\\rtf|version https://git)")
 HEAD_BYTES = 2**16  # by which the kind and the encoding of a file are found
 MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
@@ -118,6 +119,8 @@ def _naming_file(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, lzma.LZMAError, UnicodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, UnicodeError):
+            reason = f"{reason}; save it as UTF-8 where you made it"
         raise ValueError(f"{path} cannot be read: {reason}") from error
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: {pip_install('pyarrow')}") from error
@@ -177,6 +180,8 @@ def _require_text(path: Path, head: bytes) -> None:
             name, cure = find_signature(head, file.read()) or ("", "name the folder of an image")
         if not name and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             name, cure = "damaged UTF-16 or UTF-32", "save it as UTF-8 where you made it"
+        if name and (kind := _find_compression(path)):
+            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[kind]} > RESULT"
         if name or b"\0" in head[:32]:
             cure = fill_cure(cure, str(path))
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
@@ -185,7 +190,8 @@ def _require_text(path: Path, head: bytes) -> None:
 @lru_cache(maxsize=8)  # many rows may ask for it
 def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None:
     with _open_bytes(path) as file:
-        return encoding_cure(str(path), suffix_of(path), file.peek(HEAD_BYTES))
+        head, kind = file.peek(HEAD_BYTES), _find_compression(path)
+    return encoding_cure(str(path), suffix_of(path), head, UNPACK_COMMANDS.get(kind, ""))
 
 
 def _find_encoding_problem(path: Path, text: str) -> str | None:
@@ -204,14 +210,18 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
     return io.TextIOWrapper(stream, encoding, errors=errors, newline=newline)
 
 
+def _find_compression(path: Path) -> str:
+    """Return the name of a file's compression; empty if it has none."""
+    with path.open("rb") as file:
+        head = file.read(6)
+    return next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+
+
 def _open_bytes(path: Path) -> io.BufferedReader:
     """Open a file, which may be compressed."""
-    stream: Any = path.open("rb", buffering=HEAD_BYTES)
-    head = stream.peek(6)
-    kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
-    if kind is None:
-        return stream
-    stream.close()
+    kind = _find_compression(path)
+    if not kind:
+        return path.open("rb", buffering=HEAD_BYTES)
     return io.BufferedReader(_Unpacked(path, kind), 2**20)
 
 
@@ -295,7 +305,8 @@ def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRo
 def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:
     value = None
     try:
-        value = reader.decoder.decode(text.rstrip("\n"))  # else errors name the next line
+        # A line feed would make errors name the next line; files with marks may have been joined.
+        value = reader.decoder.decode(text.removeprefix("\ufeff").rstrip("\n"))
     except json.JSONDecodeError as error:
         problem = f"not JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
         problem += f"; {JSON_CURE}"
@@ -369,13 +380,13 @@ def _read_csv(path: Path) -> NumberedRows:
             num_characters += len(text)
             if num_characters > MAX_CHARACTERS:
                 raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
-            yield text
+            yield text.removeprefix("\ufeff")  # of files that were joined
 
     with open_text(path, newline="") as file:
         lines = read_lines(file)
         first = next(lines, "")
         separator = SEPARATOR_LINE_RE.fullmatch(first)  # of Excel
-        first = next(lines, "").removeprefix("\ufeff") if separator else first
+        first = next(lines, "") if separator else first
         unquoted = re.sub('"[^"]*"', "", first)
         delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=unquoted.count)
         delimiter = separator[1] if separator else delimiter
