@@ -3,6 +3,9 @@
 import os
 import re
 import shlex
+import sys
+
+from ..terminal_text import pip_install
 
 HEAD_BYTES, TAIL_BYTES = 2**12, 2**16  # a zip archive ends with the names of its files
 _PYTHON = 'python -c "import sys, %s" FILE RESULT'
@@ -22,8 +25,8 @@ LONG_TEXT_CURE = _PYTHON % (
     "PIL.Image as I, PIL.PngImagePlugin as P; P.MAX_TEXT_CHUNK = P.MAX_TEXT_MEMORY = 2**30; "
     "I.open(sys.argv[1]).save(sys.argv[2] + '.png')"
 )
-_HEIF = "pip install pillow-heif; if that is installed, the file is damaged"
-_SQLITE = "sqlite3 -json FILE 'select * from T' > RESULT.json (tables T: sqlite3 FILE .tables)"
+_HEIF = "pip install pillow-heif (if that is installed, the file is damaged)"
+_SQLITE = 'sqlite3 -json FILE "select * from $(sqlite3 FILE .tables)" > RESULT.json'
 _FRAME = "the model accepts only images; the first frame: ffmpeg -i FILE -frames:v 1 RESULT.png"
 _SAVE = "save it as Parquet (rows) or PNG (an image) where you made it"
 _AGAIN = "copy or download it again"
@@ -37,7 +40,7 @@ SIGNATURES = {
     rb".{,1000}?%PDF-": ("a PDF", _PAGES),
     rb".{128}DICM": ("a DICOM file", "dcmj2pnm +on +Wm FILE RESULT.png"),
     rb".{4}ftyp(hei[cmsx]|hev[cmsx]|mif[12]|msf1)": ("HEIC or HEIF", _HEIF),
-    rb".{4}ftypavi[fs]": ("AVIF", "pip install -U pillow; if that is new, the file is damaged"),
+    rb".{4}ftypavi[fs]": ("AVIF", "pip install -U pillow (if that is new, the file is damaged)"),
     rb"\xff\x0a|\0\0\0\x0cJXL ": ("JPEG XL", "djxl FILE RESULT.png"),
     rb".{4}ftypcrx |FUJIFILM|II(RO|RS|U\0)|MMOR|FOVb": ("a RAW photo", RAW_CURE),
     rb".{4}(ftyp|moov|mdat|wide)|\x1aE\xdf\xa3|RIFF.{4}AVI |\0\0\x01\xba": ("a video", _FRAME),
@@ -67,4 +70,7 @@ def fill_cure(cure: str, path: str) -> str:
     """Return a cure with the names of a file and of its result, quoted for a shell."""
     stem, folder = os.path.splitext(path)[0], os.path.dirname(path) or "."
     names = {"FILE": path, "RESULT": f"{stem}_converted", "FOLDER": folder}
-    return re.sub("FILE|RESULT|FOLDER", lambda match: shlex.quote(names[match[0]]), cure)
+    values = {name: shlex.quote(value) for name, value in names.items()}
+    values |= {"pip install": pip_install(), "python": shlex.quote(sys.executable)}
+    names_re = "FILE|RESULT|FOLDER|pip install|python(?= -c)"
+    return re.sub(names_re, lambda match: values[match[0]], cure)
