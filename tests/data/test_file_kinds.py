@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -68,7 +69,8 @@ def run_cure(problem: str, folder: Path, result: str) -> Path:
             pytest.skip(f"{package} is not installed")
     if not shutil.which(program):
         pytest.skip(f"{program} is not installed")
-    subprocess.run(["bash", "-c", command], check=True, cwd="/", timeout=120)
+    environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1"}  # it installs nothing
+    subprocess.run(["bash", "-c", command], check=True, timeout=120, env=environment)
     return next(folder.glob(result))
 
 
@@ -96,9 +98,7 @@ def test_other_encodings_are_refused_with_the_command_that_converts_them(folder,
     content = TABLE.encode("gb18030")
     path = folder / ("a.csv." + packed if packed else "a.csv")
     path.write_bytes(PACKED[packed](content) if packed else content)
-    with pytest.raises(
-        ValueError, match=f'"{re.escape(QUESTION)}" in GB18030, .* in BIG5'
-    ) as error:
+    with pytest.raises(ValueError, match='"什么颜色？" in GB18030, .* in BIG5') as error:
         check(path)
     check(run_cure(str(error.value), folder, "*_converted.csv"))
 
@@ -131,14 +131,11 @@ def test_one_bad_byte_of_a_file_in_utf8_is_told_with_its_place(folder):
 
 
 def test_a_mark_where_files_were_joined_is_no_text(folder):
-    for name, part in (("a.csv", "\ufeff" + TABLE), ("a.jsonl", "\ufeff" + line("a b.png"))):
-        part = part if name == "a.jsonl" else part.removeprefix("\ufeff")
-        second = "\ufeff" + (part if name == "a.jsonl" else "a b.png,q,b\n")
-        (folder / name).write_text(
-            part.replace("第二", "x") + second.replace("\ufeff\ufeff", "\ufeff")
-        )
-        fields = {} if name == "a.jsonl" else {"columns": COLUMNS}
-        assert {*read(folder / name, **fields)[-1].images} == {str(folder / "a b.png")}
+    first, second = TABLE.splitlines(keepends=True)[:2], TABLE.splitlines(keepends=True)[2:]
+    (folder / "a.csv").write_text("".join(["\ufeff", *first, "\ufeff", *second]))
+    (folder / "a.jsonl").write_text(("\ufeff" + line("a b.png")) * 2)
+    check(folder / "a.csv")
+    check(folder / "a.jsonl")
 
 
 def xlsx() -> bytes:
@@ -353,8 +350,8 @@ def test_preferences_are_refused_with_the_page_that_trains_on_them(folder, more)
     (folder / "a.jsonl").write_text(json.dumps(more))
     (row,) = iter_rows(folder / "a.jsonl")
     assert isinstance(row, RowProblem) and "TRL trains on (docs/frameworks.md)" in row.text
-    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
-    assert "preference" in page.read_text()
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    assert all(f"trl.{kind}Trainer" in page for kind in ("DPO", "KTO", "Reward"))
 
 
 def encoded(kind: str, image: Image.Image | None = None, **options) -> bytes:
@@ -370,7 +367,11 @@ def commented(texts: int, size: int, compressed: bool) -> bytes:
     return encoded("PNG", pnginfo=info)
 
 
-PAGE = b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]>>endobj\ntrailer<</Root 1 0 R>>"
+PAGE = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]>>endobj
+trailer<</Root 1 0 R>>"""
 DRAWING = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
 # Images: the content, what the message names (none for images that are read), and the result.
 IMAGES = {
@@ -424,5 +425,5 @@ def test_every_cure_names_the_file_as_a_shell_reads_it():
         assert not re.search("FILE|RESULT|FOLDER", filled)
         if "FILE" in cure:
             assert """'/tmp/it'"'"'s a.png'""" in filled
-        assert "python -c" not in filled or shutil.which("python") == sys.executable
-    assert os.path.isabs(sys.executable)
+        if "python -c" in cure:
+            assert f"{shlex.quote(sys.executable)} -c" in filled
