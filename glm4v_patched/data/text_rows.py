@@ -221,7 +221,7 @@ def _open_bytes(path: Path) -> io.BufferedReader:
     """Open a file, which may be compressed."""
     kind = _find_compression(path)
     if not kind:
-        return path.open("rb", buffering=HEAD_BYTES)
+        return io.BufferedReader(io.FileIO(path), HEAD_BYTES)
     return io.BufferedReader(_Unpacked(path, kind), 2**20)
 
 
@@ -395,7 +395,9 @@ def _read_csv(path: Path) -> NumberedRows:
         if len(names) > MAX_KEYS:
             raise ValueError(f"{path}:1: {len(names):,} columns; expected at most {MAX_KEYS:,}")
         header_problem = _find_encoding_problem(path, first)
-        if header_problem := header_problem or (names and _find_header_problem(path, names)):
+        if names and not header_problem:
+            header_problem = _find_header_problem(path, names)
+        if header_problem:
             raise ValueError(f"{path}:1: {header_problem}")
         if repeated := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(

@@ -203,14 +203,14 @@ def test_a_file_of_another_kind_is_refused_with_the_command_that_converts_it(fol
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(named)) as error:
         check(folder / name)
-    made = run_cure(str(error.value), folder, result.replace("*.", "*_converted."))
+    converted = run_cure(str(error.value), folder, result.replace("*.", "*_converted."))
     if name == "a.csv.gz":  # the command unpacks it, and the next message names the archive
         with pytest.raises(ValueError, match="is a zip archive"):
-            check(made)
-    elif made.parent != folder:
-        check(made.rename(folder / "unpacked.csv"))
+            check(converted)
+    elif converted.parent != folder:
+        check(converted.rename(folder / "unpacked.csv"))
     else:
-        check(made)
+        check(converted)
 
 
 # Files that no command converts, or none that a test may run.
