@@ -5,7 +5,6 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import url2pathname
@@ -139,20 +138,16 @@ class ImageFiles:
         # abspath() would take a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
         if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
-            path = next(filter(os.path.lexists, self._other_spellings(image)), path)
+            # Names of Windows, and of macOS, which stores accents as characters of their own.
+            names = (unicodedata.normalize(f, image.replace("\\", "/")) for f in ("NFC", "NFD"))
+            paths = (os.path.normpath(os.path.join(self.folder, name)) for name in names)
+            path = next(filter(os.path.lexists, paths), path)
         if not self.may_name(path):
             raise ValueError(
                 f"image is {describe_value(image)}, outside of {self.within}; a data set of the "
                 "Hub may only have images in its table, in itself, or in data.image_folder"
             )
         return path
-
-    def _other_spellings(self, image: str) -> Iterator[str]:
-        """Yield the paths of a file whose name came from Windows, or whose accents macOS or others
-        write as characters of their own."""
-        for form in ("NFC", "NFD"):
-            name = unicodedata.normalize(form, image.replace("\\", "/"))
-            yield os.path.normpath(os.path.join(self.folder, name))
 
     def may_name(self, path: str) -> bool:
         """Return whether rows may name a file, which need not exist."""

@@ -345,8 +345,11 @@ def _read_json_object(path: Path) -> NumberedRows:
     )
 
 
-def _find_header_problem(path: Path, names: list[str]) -> str | None:
+def _find_header_problem(path: Path, first: str, names: list[str]) -> str | None:
     """Return why the first line of a CSV does not look like names of columns; None if it does."""
+    problem = _find_encoding_problem(path, first)
+    if problem or not names:
+        return problem
     values = [
         name
         for name in names
@@ -394,10 +397,7 @@ def _read_csv(path: Path) -> NumberedRows:
         names = next(rows, [])
         if len(names) > MAX_KEYS:
             raise ValueError(f"{path}:1: {len(names):,} columns; expected at most {MAX_KEYS:,}")
-        header_problem = _find_encoding_problem(path, first)
-        if names and not header_problem:
-            header_problem = _find_header_problem(path, names)
-        if header_problem:
+        if header_problem := _find_header_problem(path, first, names):
             raise ValueError(f"{path}:1: {header_problem}")
         if repeated := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(
