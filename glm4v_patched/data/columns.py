@@ -6,6 +6,7 @@ template without braces must contain a blank or another character that names of 
 names several images, or the lines of a question, some of which a row may lack.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
@@ -23,7 +24,10 @@ WIDTH_RE = re.compile(r"\d{0,3}")  # minimum width of a value in a template, suc
 MAX_PREVIEW_CHARACTERS = 40
 TOOL_COLUMNS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add to the data."""
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".avif", ".heic", ".heif", ".jp2", ".jxl", ".dng", ".svg"),
+)
 EMPTY_CELL = object()
 """Marks an empty cell of a table, whose rows have all columns: the row then lacks the key."""
 
@@ -136,8 +140,9 @@ def require_column(row: dict, name: str) -> Any:
     if value is None:
         has = listed([*map(quoted, row)], MAX_KEYS_LISTED)
         cure = "end text that is not the name of a column with . or ?"
-        problem = f"the column {quoted(name)} {'is null' if name in row else 'is missing'}"
-        raise ValueError(f"{problem}; the row has {has}; {cure}")
+        if name in row:
+            raise ValueError(f"the column {quoted(name)} is empty; write its text or drop the row")
+        raise ValueError(f"the column {quoted(name)} is missing; the row has {has}; {cure}")
     return value
 
 
@@ -163,7 +168,7 @@ def _plain_column(template: str) -> str | None:
 def _cell_text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     cure = f"; {name}.0 names its first element" if isinstance(value, list) else ""
     raise ValueError(f"{name} is {describe_value(value)}; expected text{cure}")
@@ -180,7 +185,7 @@ def images_of_columns(row: dict, names: str | list[str] | None) -> list:
 
 
 def is_blank_value(value: Any) -> bool:
-    """Return whether a value is null, empty text or bytes, or contains only such values."""
+    """Return whether a value is null, NaN, empty text or bytes, or contains only such values."""
     if isinstance(value, (dict, list)):
         return all(map(is_blank_value, value.values() if isinstance(value, dict) else value))
-    return value is None or value == "" or value == b""
+    return value is None or value != value or value == "" or value == b""  # NaN is not itself

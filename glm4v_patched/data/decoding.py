@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import stat
 import warnings
 from collections.abc import Generator, Sequence
@@ -10,12 +11,14 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
+from .file_signatures import LONG_TEXT_CURE, RAW_CURE, fill_cure, find_signature
 from .image_limits import SHRINK_CURE, TooLargeError, count_decoded_pixels, open_image
 from .workers import cores
 
 MAX_PIXELS = 120 * 10**6
 """Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
+TEXT_RE = re.compile(rb"[\s!-~\x80-\xff]*")
 MAX_THREADS = 32  # more would wait for the GIL
 IMAGES_PER_SUBMIT = 1000  # given to the threads at a time
 
@@ -52,9 +55,8 @@ def check_image_file(path: str) -> ImageCheck:
         reason = getattr(error, "strerror", None) or error
         return UNREAD_IMAGE._replace(problem=f"cannot be read: {reason}")
     digest = hashlib.sha256(content).hexdigest()
-    return ImageCheck(
-        len(content), status.st_mtime_ns, status.st_ctime_ns, digest, find_image_problem(content)
-    )
+    problem = find_image_problem(content, path)
+    return ImageCheck(len(content), status.st_mtime_ns, status.st_ctime_ns, digest, problem)
 
 
 def has_decodable_header(path: str) -> bool:
@@ -72,8 +74,8 @@ def has_decodable_header(path: str) -> bool:
         return False
 
 
-def find_image_problem(content: bytes) -> str | None:
-    """Return why an image of these bytes cannot be used, or None."""
+def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
+    """Return why an image of these bytes cannot be used, or None. Cures name the file ``path``."""
     from ..remote.image_processing_chatglm import as_image  # imports torch
 
     if not content:
@@ -83,6 +85,9 @@ def find_image_problem(content: bytes) -> str | None:
     try:
         with open_image(content) as image:
             count_decoded_pixels(image, content, MAX_PIXELS)
+            tags = getattr(image, "tag_v2", {})
+            if 50706 in tags or tags.get(254, 0) & 1:  # DNGVersion, or a thumbnail of a RAW photo
+                return f"is a preview in a RAW photo: {fill_cure(RAW_CURE, path)}"
             # Decode as the image processor will.
             image = as_image(image)
             if image.mode != "RGB":
@@ -93,9 +98,15 @@ def find_image_problem(content: bytes) -> str | None:
         size = str(error).partition(" exceeds")[0]
         return f"is too large ({size}); expected at most {MAX_PIXELS:,} pixels: {SHRINK_CURE}"
     except UnidentifiedImageError:
-        return "cannot be read as an image: Pillow does not know its format"
+        if kind := find_signature(content, content):
+            return f"is {kind[0]}: {fill_cure(kind[1], path)}"
+        if TEXT_RE.fullmatch(content[:1000]):
+            return "is text, such as a server's error: copy or download it again"
+        return "cannot be read as an image: Pillow does not know its format; save it as PNG"
     except Exception as error:  # Pillow's readers raise any kind for broken files
         reason = str(error) or type(error).__name__
+        if "MAX_TEXT_" in reason:
+            return f"has over 1 MiB of text: {fill_cure(LONG_TEXT_CURE, path)}"
         # Messages of our image processor begin with "it".
         is_ours = reason.startswith("it ")
         return reason.removeprefix("it ") if is_ours else f"cannot be read as an image: {reason}"

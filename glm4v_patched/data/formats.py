@@ -5,6 +5,7 @@
 by the names of their columns (``data.columns``). :func:`messages.check_messages` checks the result.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,14 @@ from .columns import (
     require_column,
 )
 from .image_files import IMAGE_KEY_RE
-from .messages import TRAIN_FLAGS, describe_value, quoted, read_each, refuse_keys
+from .messages import (
+    IMAGE_PLACEHOLDER_RE,
+    TRAIN_FLAGS,
+    describe_value,
+    quoted,
+    read_each,
+    refuse_keys,
+)
 
 MessagesAndImages = tuple[Any, list | None]
 """A row's messages, and its images, or None for images if the row has none of its own."""
@@ -42,7 +50,8 @@ TURN_CURES = {
     "content": MESSAGES_CURE,
     "image": 'write <image> in "value", and the path under the row\'s key "image"',
 }
-PREFERENCE_KEYS = {"chosen", "rejected"}
+PREFERENCE_KEYS = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
+PREFERENCE_KEYS |= {"rejected_images", "preferred_output", "non_preferred_output"}
 PREFERENCES_CURE = "this is preference data, which TRL trains on (docs/frameworks.md)"
 BOXES_CURE = "set data.boxes, which says how boxes are read (docs/grounding.md)"
 OTHER_MEDIA_CURE = (
@@ -127,6 +136,8 @@ def describe_unknown_format(row: dict, keys: Iterable[str]) -> str:
     names = [key for key in keys if key not in TOOL_COLUMNS]
     if PREFERENCE_KEYS & {*names}:
         cure = PREFERENCES_CURE
+    elif {"question_id", "image_id"} <= {*names}:
+        cure = "join questions and answers first, as docs/data.md shows for VQA"
     else:
         cure = (
             "set data.columns to say which are question, answer and image, and list the others in "
@@ -151,10 +162,8 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         raise ValueError('has both "images" and "image": keep one of them')
     images = row[image_keys[0]] if image_keys else None
     if isinstance(images, dict) and not images.keys() <= {"bytes", "path"}:
-        raise ValueError(
-            f"{image_keys[0]} is an object with the keys {listed([*map(quoted, images)])}: write "
-            '"images": ["a.png", "b.png"], and one <image> per image in the text'
-        )
+        row = _order_named_images(row, image_keys[0])
+        images = row[image_keys[0]]
     if image_keys and not isinstance(images, list):
         images = [images]
     if name == "messages":
@@ -175,10 +184,29 @@ def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
     other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
     cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
     cures = ROW_CURES | dict.fromkeys(other_needs, cure)
+    if isinstance(row.get("label"), bool):  # KTO's
+        cures["label"] = PREFERENCES_CURE
     if all(row.get(key) is None for key in ROW_IMAGES):
         cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
     keys = (key for key in row if key not in TOOL_COLUMNS)
     refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
+
+
+def _order_named_images(row: dict, name: str) -> dict:
+    """Return a row whose images have names in the text (MiniCPM-V's ``{"<image_00>": "a.png"}``)
+    with <image> for each name, and a list of the images in the order of the text."""
+    images = row[name]
+    text = json.dumps({key: value for key, value in row.items() if key != name}, default=str)
+    times = {text.count(key) for key in images}
+    if times not in ({0}, {1}) or not all(map(IMAGE_PLACEHOLDER_RE.fullmatch, images)):
+        raise ValueError(
+            f"{name} is an object with the keys {listed([*map(quoted, images)])}: write "
+            '"images": ["a.png", "b.png"], and one <image> per image in the text'
+        )
+    ordered = [images[key] for key in sorted(images, key=text.find)]
+    for key in images:
+        text = text.replace(key, "<image>")
+    return json.loads(text) | {name: ordered}
 
 
 def _prompt_and_completion(row: dict) -> list:

@@ -2,15 +2,12 @@
 
 import base64
 import hashlib
-import io
 import os
 import re
-import warnings
+import unicodedata
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import url2pathname
-
-from PIL import Image
 
 from ..atomic import explain_failed_writes, write_atomically
 from ..paths import is_within
@@ -25,6 +22,8 @@ IMAGE_KEY_RE = re.compile(
     re.IGNORECASE,
 )
 """Matches names of columns and keys that contain images."""
+# The beginning of a URL of a file, before its path: on Linux "/a.png", on Windows "C:/a.png".
+FILE_URL_RE = re.compile(r"file:(?://(?:localhost(?=/))?)?(?:/(?=[a-z]:[\\/]))?", re.IGNORECASE)
 URL_CURE = "expected a path: save the image beside the data, or set data.allow_urls: true"
 
 
@@ -74,6 +73,7 @@ class ImageFiles:
         store: Folder for downloaded images and images stored as bytes, named by the digest of their
             bytes or URL; default in the user's cache folder. They stay there for later runs.
         within: The folder in which files named by rows must lie; None allows any.
+        root: Beginning of paths in rows that is cut off.
     """
 
     def __init__(
@@ -82,11 +82,13 @@ class ImageFiles:
         allow_urls: bool = False,
         store: Path | None = None,
         within: str | None = None,
+        root: str | None = None,
     ):
         self.folder = os.path.abspath(folder)
         self.allow_urls = allow_urls
         self.store = store
         self.within = within
+        self.root = None if root is None else root.replace("\\", "/").rstrip("/")
 
     def path_of(self, image: Any) -> str:
         """Return the absolute path of an image's file.
@@ -117,11 +119,12 @@ class ImageFiles:
 
     def _resolved(self, image: str) -> str:
         """Return the absolute path of a file that is named by its path."""
-        if image[:7].lower() == "file://":
-            path = url2pathname(image[7:])
-            raise ValueError(
-                f"image is {describe_value(image)}; write the path: {describe_value(path)}"
-            )
+        if image[:6].lower() == "file:/":
+            image = _path_of_file_url(image)
+        if self.root is not None:
+            length = len(self.root)
+            if image[: length + 1].replace("\\", "/") == self.root + "/":
+                image = image[length:].lstrip("/\\")
         if "://" in image[:12]:
             raise ValueError(f"image is {describe_value(image)}; {URL_CURE.partition(',')[0]}")
         if "\0" in image:
@@ -134,8 +137,11 @@ class ImageFiles:
             )
         # abspath() would take a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
-        if "\\" in image:
-            self._refuse_backslashes(image, path)
+        if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
+            # Names of Windows, and of macOS, which stores accents as characters of their own.
+            names = (unicodedata.normalize(f, image.replace("\\", "/")) for f in ("NFC", "NFD"))
+            paths = (os.path.normpath(os.path.join(self.folder, name)) for name in names)
+            path = next(filter(os.path.lexists, paths), path)
         if not self.may_name(path):
             raise ValueError(
                 f"image is {describe_value(image)}, outside of {self.within}; a data set of the "
@@ -146,12 +152,6 @@ class ImageFiles:
     def may_name(self, path: str) -> bool:
         """Return whether rows may name a file, which need not exist."""
         return self.within is None or is_within(path, self.within)
-
-    def _refuse_backslashes(self, image: str, path: str) -> None:
-        """Raise ``ValueError`` if only the path with slashes in place of backslashes exists."""
-        slashes = image.replace("\\", "/")
-        if not os.path.lexists(path) and os.path.lexists(os.path.join(self.folder, slashes)):
-            raise ValueError(f"image is {describe_value(image)}; write {describe_value(slashes)}")
 
     def _downloaded(self, url: str) -> str:
         if not self.allow_urls:
@@ -190,6 +190,15 @@ class ImageFiles:
         return str(path)
 
 
+def _path_of_file_url(url: str) -> str:
+    """Return the path in a ``file:`` URL, whose %20 some programs write and others mean."""
+    written = FILE_URL_RE.sub("", url)
+    paths = {path for path in (written, url2pathname(written)) if os.path.lexists(path)}
+    if len(paths) > 1:
+        raise ValueError(f"image is {describe_value(url)}, which may be {' or '.join(paths)}")
+    return next(iter(paths), url2pathname(written))
+
+
 def decode_data_url(url: str) -> bytes:
     """Return the bytes of a data URL; raise ``ValueError`` if it is not base64."""
     head, comma, content = url.partition(",")
@@ -203,17 +212,12 @@ def decode_data_url(url: str) -> bytes:
 
 
 def _require_image(url: str, content: bytes) -> None:
-    """Raise ``ValueError`` for a download that does not begin as an image, such as an error page,
-    so that it is not cached. The check decodes the rest."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # its size is checked later
-            Image.open(io.BytesIO(content)).close()
-    except Image.DecompressionBombError:
-        return
-    except Exception as error:  # Pillow's readers raise any kind
+    """Raise ``ValueError`` for a download that is not an image, so that it is not cached."""
+    from .decoding import find_image_problem  # imports torch
+
+    if problem := find_image_problem(content):
         beginning = describe_value(content[:40].decode("ascii", "replace"))
         raise ValueError(
-            f"the image {describe_value(url)} is not an image, but {len(content):,} bytes that "
-            f"begin with {beginning} ({type(error).__name__}); they are not cached, so that the "
-            "next start downloads the image again"
-        ) from None
+            f"the image {describe_value(url)} {problem}; its {len(content):,} bytes, which begin "
+            f"with {beginning}, are not cached: the next start downloads it again"
+        )

@@ -32,6 +32,8 @@ TRAIN_FLAGS = ("train", "loss", "weight")
 """Keys that say whether a turn is supervised: this package's, ms-swift's and OpenAI's."""
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 """Keys under which a part of ``content`` may have its image."""
+QWEN_SIZES = ("resized_height", "resized_width", "min_pixels", "max_pixels")
+"""Keys that choose a resolution in Qwen-VL's parts; the model has only one."""
 IMAGE_PLACEHOLDER = object()
 """Marks the position of an image in a message; the next of the row's images belongs there."""
 Draft = tuple[dict, list]
@@ -65,14 +67,15 @@ IMAGE_PLACEHOLDER_RE = re.compile(
     re.IGNORECASE,
 )
 BRACKET_RE = re.compile(r"[<\[&]")  # a placeholder begins with one of them; found in no time
-QWEN_IMAGE_PATH_RE = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
+# Qwen-VL's images, with the words that its tokenizer puts before each.
+QWEN_IMAGE_RE = re.compile(r"(?:Picture \d+:\s*)?<img>([^<\s][^<]*+)</img>", re.IGNORECASE)
 # The placeholders <image> at the beginning and at the end of a text.
 EDGE_PLACEHOLDERS_RE = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
 SURROGATE_RE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 MAX_KEYS_LISTED = 20
-MESSAGE_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+MESSAGE_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str, allow_nan=False)
 # Which roles may follow each role; None is the beginning.
 NEXT_ROLES = {
     None: ("system", "user"),
@@ -218,6 +221,9 @@ def _draft_message(message: Any) -> Draft:
         images += part_images
     if not isinstance(draft["content"], str):
         raise ValueError(f"content is {describe_value(draft['content'])}; expected text")
+    if role == "user" and "<" in draft["content"]:
+        images += QWEN_IMAGE_RE.findall(draft["content"])
+        draft["content"] = QWEN_IMAGE_RE.sub("<image>", draft["content"])
     if "tools" in message:
         _check_tools(message["tools"], role)
     if "metadata" in message:
@@ -298,7 +304,7 @@ def _read_content_part(part: Any) -> str | list:
         return part["text"]
     if kind not in ("image", "image_url"):
         raise ValueError(f"has the type {describe_value(kind)}; expected text or image")
-    refuse_keys(part, ("type", *IMAGE_SOURCES), "a part")
+    refuse_keys(part, ("type", *IMAGE_SOURCES, *QWEN_SIZES), "a part")
     keys = [key for key in IMAGE_SOURCES if part.get(key) is not None]
     if len(keys) > 1:
         raise ValueError(f"has its image under {' and '.join(keys)}: keep one of them")
@@ -327,13 +333,6 @@ def _assign_images(drafts: list[Draft], images: list | None) -> None:
     placeholders = sum(
         image is IMAGE_PLACEHOLDER for _, message_images in drafts for image in message_images
     )
-    paths = (QWEN_IMAGE_PATH_RE.search(message["content"]) for message, _ in user_drafts)
-    path = next(filter(None, paths), None)
-    if path is not None:
-        raise ValueError(
-            f'{path[0]} names an image in the text: write <image> there, and "image": '
-            f"{quoted(path[1])} in the row"
-        )
     if placeholders != len(row_images):
         raise ValueError(
             f"the row has {len(row_images)} images, but its messages have {placeholders} image "

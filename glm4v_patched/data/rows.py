@@ -30,8 +30,9 @@ from .source import DataSource, find_source_problem
 from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, file_kind, read_text
 
 ROWS_CURE = (
-    "correct these rows (image paths are relative to the file's folder, or to data.image_folder; "
-    "answer, evaluate: --image-folder)"
+    "correct these rows (image paths are relative to the file's folder, or to data.image_folder, "
+    "which also replaces data.image_root in paths of images that were moved; answer, evaluate: "
+    "--image-folder, --image-root)"
 )
 MAX_PROBLEMS_LISTED = 20
 MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have
@@ -187,7 +188,7 @@ class _RowReader:
         folder = image_folder_of(source)
         # Rows from the Hub must not name files of this machine.
         within = None if source.is_local else folder
-        self.files = ImageFiles(folder, source.allow_urls, within=within)
+        self.files = ImageFiles(folder, source.allow_urls, None, within, source.image_root)
         columns = source.columns or {}
         turn_keys = ("question", "answer") if "turns" in columns else ()  # not columns of the row
         named = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
@@ -225,12 +226,9 @@ class _RowReader:
         return checked
 
     def _messages_and_images(self, raw: dict) -> MessagesAndImages:
-        row = {
-            key: value
-            for key, value in raw.items()
-            if key not in self.source.ignore and value is not EMPTY_CELL
-        }
+        row = {key: value for key, value in raw.items() if key not in self.source.ignore}
         if columns := self.source.columns:
+            row = {key: None if value is EMPTY_CELL else value for key, value in row.items()}
             values = spell_boxes(row) if self.source.boxes else row
             result = read_columns(values, columns, self.source.ignore)
             if unnamed := tuple(find_unnamed_columns(row, self.named)):
@@ -238,6 +236,7 @@ class _RowReader:
                     self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
                 )
             return result
+        row = {key: value for key, value in row.items() if value is not EMPTY_CELL}
         if self.source.boxes:
             row.pop("objects", None)  # replaces placeholders later
         self.format = self.format or find_format(row)

@@ -21,7 +21,7 @@ MAX_WEIGHT = 1_000_000
 CSV_SUFFIXES = (".csv", ".tsv")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".tar")
 DATA_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES, *CSV_SUFFIXES)
-COMPRESSED = (".gz", ".zst", ".bz2")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 LLAMA_FACTORY_INFO = "dataset_info.json"
 """The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
 writes a different file of this name."""
@@ -46,6 +46,7 @@ class DataSource:
             (:func:`find_source_problem`); the split defaults to "train".
         image_folder: The folder to which image paths are relative; defaults to the folder of the
             file.
+        image_root: Beginning of image paths in rows that ``image_folder`` replaces.
         ignore: Keys of rows that are left out.
         allow_urls: Whether images may be downloaded over http(s).
         columns: Which columns are the question, the answer and the images (:mod:`columns`).
@@ -61,6 +62,7 @@ class DataSource:
     subset: str | None = None
     revision: str | None = None
     image_folder: str | None = None
+    image_root: str | None = None
     ignore: tuple[str, ...] = ()
     allow_urls: bool = False
     columns: Mapping[str, Any] | None = None
@@ -117,7 +119,7 @@ def find_path_problem(path: str) -> str | None:
         return "not a regular file, but a broken link, a pipe, a socket or a device"
     if not os.access(path, os.R_OK):
         return "no permission to read it"
-    if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz")):
+    if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz", ".txz")):
         return f"a compressed archive, which is not read; unpack it: tar -xf {path} -C FOLDER"
     return None if os.path.getsize(path) else "it is empty"
 

@@ -11,35 +11,33 @@ import codecs
 import csv
 import io
 import json
+import lzma
+import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
 from .columns import EMPTY_CELL, IMAGE_SUFFIXES
+from .encodings import INVALID_BYTE_RE, encoding_cure, find_encoding, find_encoding_problem
+from .file_signatures import HEAD_BYTES as FIRST_BYTES
+from .file_signatures import TAIL_BYTES, fill_cure, find_signature
 from .formats import ROW_FORMATS
+from .image_files import file_times
 from .messages import MAX_KEYS_LISTED, quoted
 from .source import CSV_SUFFIXES, DataSource, suffix_of
 
-INVALID_BYTE_RE = re.compile("[\udc80-\udcff]")  # bytes decoded with "surrogateescape"
-# The names by which pyarrow knows compressions, by the first bytes of a file.
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
-# Files that are not text, by their first bytes: what they are, and how to get a readable file.
-OTHER_FILE_KINDS = {
-    b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name a file in it"),
-    b"\xff\xd8\xff": ("an image (JPEG)", "name the folder of the image"),
-    b"\x89PNG": ("an image (PNG)", "name the folder of the image"),
-    b"\x80\x04": ("a Python pickle", "save it as Parquet where you made it: pickles can run code"),
-    b"\xfd7zXZ": ("compressed with xz", "xz -dk {0}"),
-    b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
-}
-OTHER_UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
+# The names by which pyarrow knows compressions, and Python xz, by the first bytes of a file.
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"(\xb5/\xfd": "zstd", b"\xfd7zXZ": "xz"}
+UNPACK_COMMANDS = {"bz2": "bzip2 -dc FILE"} | {k: f"{k} -dc FILE" for k in ("gzip", "zstd", "xz")}
+BINARY_RE = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]|\A(?:<|%PDF|\{\\rtf|version https://git)")
+HEAD_BYTES = 2**16  # by which the kind and the encoding of a file are found
 MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
 MAX_CHARACTERS = 2**27
 """Limit of one row, of which several copies are in memory at a time."""
@@ -69,6 +67,13 @@ CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DO
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
 """Characters of a column's name. If a CSV has only one name, any other character in that name is
 taken for the delimiter."""
+
+
+JSON_CURE = (
+    "JSON has no comments, no comma before a bracket or after the last value, no single quotes and "
+    "no True, False or None (write it with json.dumps); a table must be named .csv or .tsv"
+)
+SEPARATOR_LINE_RE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 class RowProblem(NamedTuple):
@@ -112,8 +117,10 @@ def _naming_file(path: Path) -> Iterator[None]:
     """Raise errors of reading a file as ``ValueError`` with its path."""
     try:
         yield
-    except OSError as error:
+    except (OSError, EOFError, lzma.LZMAError, UnicodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, UnicodeError):
+            reason = f"{reason}; save it as UTF-8 where you made it"
         raise ValueError(f"{path} cannot be read: {reason}") from error
     except ImportError as error:
         raise ValueError(f"{path} needs pyarrow: {pip_install('pyarrow')}") from error
@@ -133,8 +140,8 @@ def file_kind(path: Path) -> str:
         ValueError: The file cannot be read, or its kind is not supported.
     """
     with _naming_file(path):
-        with path.open("rb") as file:
-            head = file.read(6)
+        with _open_bytes(path) as file:
+            head = file.peek(HEAD_BYTES)
         if head.startswith((b"PAR1", b"ARROW1")) or suffix_of(path) in (".arrow", ".tar"):
             return "table"
         _require_text(path, head)
@@ -164,26 +171,58 @@ def _kind_of_json(path: Path) -> str:
 
 
 def _require_text(path: Path, head: bytes) -> None:
-    if head.startswith(tuple(COMPRESSIONS)):
+    """Raise ``ValueError`` if a file that begins with ``head`` is not text in a known encoding."""
+    if find_encoding(head) != "utf-8-sig":
         return
-    other = next((kind for magic, kind in OTHER_FILE_KINDS.items() if head.startswith(magic)), None)
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-        other = other or OTHER_UNICODE
-    if other is not None:
-        cure = other[1].format(quoted(str(path)), quoted(str(path.with_suffix(""))))
-        raise ValueError(f"{path} is {other[0]}; expected one JSON row per line, in UTF-8: {cure}")
+    if BINARY_RE.search(head[:FIRST_BYTES]):
+        with path.open("rb") as file:
+            file.seek(-min(TAIL_BYTES, path.stat().st_size), os.SEEK_END)
+            name, cure = find_signature(head, file.read()) or ("", "name the folder of an image")
+        if not name and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            name, cure = "damaged UTF-16 or UTF-32", "save it as UTF-8 where you made it"
+        if name and (kind := _find_compression(path)):
+            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[kind]} > RESULT"
+        if name or b"\0" in head[:32]:
+            cure = fill_cure(cure, str(path))
+            raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
+
+
+@lru_cache(maxsize=8)  # many rows may ask for it
+def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None:
+    with _open_bytes(path) as file:
+        head, kind = file.peek(HEAD_BYTES), _find_compression(path)
+    return encoding_cure(str(path), suffix_of(path), head, UNPACK_COMMANDS.get(kind, ""))
+
+
+def _find_encoding_problem(path: Path, text: str) -> str | None:
+    """Return what in a text of a file is not UTF-8, or None."""
+    if INVALID_BYTE_RE.search(text) is None:
+        return None
+    return find_encoding_problem(text, _encoding_cure(path, file_times(str(path))))
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
     """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, which
     UTF-8 cannot contain, so that their line is reported later."""
-    stream: Any = path.open("rb")
-    head = stream.peek(6)
-    kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
-    if kind is not None:
-        stream.close()
-        stream = io.BufferedReader(_Unpacked(path, kind), 2**20)
-    return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=newline)
+    stream = _open_bytes(path)
+    encoding = find_encoding(stream.peek(HEAD_BYTES))
+    errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
+    return io.TextIOWrapper(stream, encoding, errors=errors, newline=newline)
+
+
+def _find_compression(path: Path) -> str:
+    """Return the name of a file's compression; empty if it has none."""
+    with path.open("rb") as file:
+        head = file.read(6)
+    return next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+
+
+def _open_bytes(path: Path) -> io.BufferedReader:
+    """Open a file, which may be compressed."""
+    kind = _find_compression(path)
+    if not kind:
+        return io.BufferedReader(io.FileIO(path), HEAD_BYTES)
+    return io.BufferedReader(_Unpacked(path, kind), 2**20)
 
 
 class _Unpacked(io.RawIOBase):
@@ -194,7 +233,8 @@ class _Unpacked(io.RawIOBase):
 
         self.path, self.size, self.unpacked = path, path.stat().st_size, 0
         self.max_bytes = max(MAX_UNPACKED_BYTES, MAX_EXPANSION * self.size)
-        self.stream = pyarrow.input_stream(str(path), compression=kind)
+        open_stream: Any = lzma.open if kind == "xz" else pyarrow.input_stream
+        self.stream = open_stream(str(path), **({} if kind == "xz" else {"compression": kind}))
 
     def readable(self) -> bool:
         return True
@@ -217,13 +257,12 @@ class _Unpacked(io.RawIOBase):
 
 
 class _JsonReader:
-    """Decodes JSON, and records repeated keys, NaN and huge numbers as a problem of the value."""
+    """Decodes JSON, and records repeated keys and huge numbers as a problem of the value."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.problem: str | None = None
-        self.decoder = json.JSONDecoder(
-            object_pairs_hook=self._object, parse_int=self._integer, parse_constant=self._constant
-        )
+        self.decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict:
         values = dict(pairs)
@@ -241,28 +280,14 @@ class _JsonReader:
         self.problem = f"a number has {len(digits):,} characters; expected at most {MAX_DIGITS}"
         return 0
 
-    def _constant(self, name: str) -> None:
-        self.problem = f"{name} is not valid JSON"
-
     def pop_problem(self, text: str) -> str | None:
         """Return what is wrong with the value decoded last from ``text``, and forget it."""
         problem, self.problem = self.problem, None
-        return find_encoding_problem(text) or problem
-
-
-def find_encoding_problem(text: str) -> str | None:
-    """Return which byte of a text could not be decoded, or None."""
-    match = INVALID_BYTE_RE.search(text)
-    if match is None:
-        return None
-    byte, position = ord(match[0]) - 0xDC00, match.start() + 1
-    return (
-        f"character {position} is the byte 0x{byte:02x}, which is not UTF-8: save the file as UTF-8"
-    )
+        return _find_encoding_problem(self.path, text) or problem
 
 
 def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRows:
-    reader, row_numbers = _JsonReader(), count()
+    reader, row_numbers = _JsonReader(path), count()
     # splitlines() would also split at line separators inside of JSON strings.
     with open_text(path) as lines:
         read_line = partial(lines.readline, MAX_CHARACTERS)
@@ -280,13 +305,11 @@ def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRo
 def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:
     value = None
     try:
-        value = reader.decoder.decode(text.rstrip("\n"))  # else errors name the next line
+        # A line feed would make errors name the next line; files with marks may have been joined.
+        value = reader.decoder.decode(text.removeprefix("\ufeff").rstrip("\n"))
     except json.JSONDecodeError as error:
         problem = f"not JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        if text.lstrip().startswith("{'"):
-            problem += "; this is a Python literal: write it with json.dumps"
-        elif text[error.pos :].strip() == ",":  # after a complete value
-            problem += "; remove the comma: lines are not elements of a list"
+        problem += f"; {JSON_CURE}"
         return RowProblem(line, reader.pop_problem(text) or problem)
     except RecursionError:
         return RowProblem(line, TOO_DEEPLY_NESTED)
@@ -322,10 +345,11 @@ def _read_json_object(path: Path) -> NumberedRows:
     )
 
 
-def _find_header_problem(names: list[str]) -> str | None:
+def _find_header_problem(path: Path, first: str, names: list[str]) -> str | None:
     """Return why the first line of a CSV does not look like names of columns; None if it does."""
-    if names[0][:4].lower() == "sep=":
-        return f"{quoted(names[0])} is a line that Excel adds: remove it"
+    problem = _find_encoding_problem(path, first)
+    if problem or not names:
+        return problem
     values = [
         name
         for name in names
@@ -340,10 +364,11 @@ def _find_header_problem(names: list[str]) -> str | None:
     delimiter = next((c for c in names[0] if not COLUMN_NAME_CHARACTERS_RE.fullmatch(c)), None)
     if len(names) > 1 or delimiter is None:
         return None
+    command = fill_cure(f"sed '1isep={delimiter}' FILE > RESULT.csv", str(path))
     return (
         f"has one column, {quoted(names[0])}, with {quoted(delimiter)} in its name; expected names "
-        "separated by commas, semicolons or tabs (in a .tsv: tabs): pandas.read_csv(FILE, "
-        f"sep={delimiter!r}, dtype=str, keep_default_na=False).to_csv(OTHER, index=False)"
+        "separated by commas, semicolons or tabs (in a .tsv: tabs), or a line that names the "
+        f"separator: {command}"
     )
 
 
@@ -358,24 +383,28 @@ def _read_csv(path: Path) -> NumberedRows:
             num_characters += len(text)
             if num_characters > MAX_CHARACTERS:
                 raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
-            yield text
+            yield text.removeprefix("\ufeff")  # of files that were joined
 
     with open_text(path, newline="") as file:
         lines = read_lines(file)
         first = next(lines, "")
-        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
+        separator = SEPARATOR_LINE_RE.fullmatch(first)  # of Excel
+        first = next(lines, "") if separator else first
+        unquoted = re.sub('"[^"]*"', "", first)
+        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=unquoted.count)
+        delimiter = separator[1] if separator else delimiter
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         names = next(rows, [])
         if len(names) > MAX_KEYS:
             raise ValueError(f"{path}:1: {len(names):,} columns; expected at most {MAX_KEYS:,}")
-        if names and (header_problem := _find_header_problem(names)):
+        if header_problem := _find_header_problem(path, first, names):
             raise ValueError(f"{path}:1: {header_problem}")
         if repeated := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(
                 f"{path}:1: {listed([*map(quoted, repeated)])} names several columns: rename them"
             )
         while True:
-            num_characters, line = 0, rows.line_num + 1
+            num_characters, line = 0, rows.line_num + (2 if separator else 1)
             cells, problem = [], None
             try:
                 cells = next(rows)
@@ -387,7 +416,7 @@ def _read_csv(path: Path) -> NumberedRows:
                 problem = f"not CSV ({error}): inside quotes, write a quote twice"
             except StopIteration:
                 return
-            problem = problem or find_encoding_problem("".join(cells))
+            problem = problem or _find_encoding_problem(path, "".join(cells))
             row = {name: cell or EMPTY_CELL for name, cell in zip(names, cells, strict=False)}
             if cells or problem:
                 yield line, row if problem is None else RowProblem(line, problem)
@@ -433,7 +462,7 @@ class _JsonDocument:
                 "which is read at once; convert it to JSON lines, which are read one by one: "
                 f"jq -c '.[]' {file_name} > {file_name}l (for a list under a key: '.NAME[]')"
             )
-        self.path, self.position, self.reader = path, 0, _JsonReader()
+        self.path, self.position, self.reader = path, 0, _JsonReader(path)
 
     def items(self, brackets: str) -> Iterator[int]:
         """Yield the number of each item of the array or object that comes next. The caller decodes
@@ -469,7 +498,7 @@ class _JsonDocument:
             value, self.position = self.reader.decoder.raw_decode(self.text, begin)
         except json.JSONDecodeError as error:
             self.position = error.pos
-            raise self.error(f"row {number} is not JSON: {error.msg}") from None
+            raise self.error(f"row {number} is not JSON: {error.msg}; {JSON_CURE}") from None
         except RecursionError:
             raise self.error(TOO_DEEPLY_NESTED) from None
         problem = self.reader.pop_problem(self.text[begin : self.position])

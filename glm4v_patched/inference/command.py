@@ -129,6 +129,7 @@ def _add_fields(parser: argparse.ArgumentParser):
         metavar="FOLDER",
         help="folder that image paths are relative to",
     )
+    add("--image-root", metavar="PATH", help="beginning of image paths that it replaces")
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
     add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
@@ -188,7 +189,7 @@ def _source(options: argparse.Namespace, path: str):
             raise ValueError(f"--columns {problem}")
     if options.boxes not in (None, *BOX_FORMATS):
         raise ValueError(f"--boxes {options.boxes}: expected one of {', '.join(BOX_FORMATS)}")
-    names = ("format", "split", "image_folder", "allow_urls", "boxes")
+    names = ("format", "split", "image_folder", "image_root", "allow_urls", "boxes")
     values = {name: getattr(options, name) for name in names}
     return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
 

@@ -245,7 +245,7 @@ def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, word
 
 
 def test_a_place_of_another_trainer_is_no_word(folder):
-    for mark in ("<|image_1|>", "<ImageHere>", "<img>a.png</img>", "[IMG]", "&lt;image&gt;"):
+    for mark in ("<|image_1|>", "<ImageHere>", "[IMG]", "&lt;image&gt;"):
         with pytest.raises(ValueError, match=re.escape(mark[:5]) + ".*, images: 0"):
             read(folder, row(*turns(mark + "q")))
 
@@ -258,8 +258,8 @@ def test_what_no_rows_can_be_read_from_is_named(tmp_path, words):
         ("", None, "this folder contains no data set"),
         ("a.jsonl", f"\n[\n{GOOD}\n{GOOD}]", ":4: "),
         ("a.jsonl", json.dumps(json.loads(GOOD), indent=2), "over several lines"),
-        ("a.jsonl", GOOD.encode("utf-16-le"), "UTF-16"),
-        ("a.jsonl", b"\xff\xd8\xff\xe0\x00\x10JFIF", "JPEG"),
+        ("a.jsonl", b"\xff\xfe" + GOOD.encode("utf-16-le") + b"\r\n", "damaged UTF-16"),
+        ("a.jsonl", b"\xff\xd8\xff\xe0\x00\x10JFIF", "name the folder of an image"),
         ("a.jsonl", f'{{"rows": [\n{GOOD}], "more": [{GOOD}]}}', '"more", "rows"'),
         ("a.jsonl", b"PAR1\0\0", "cannot be read"),
         ("a.jsonl", "\n \n", "contains 0 rows"),

@@ -147,12 +147,6 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
         assert "ignore" not in row.text
     (row,) = read(folder, {"messages": turns("<image>q"), "image": {"<image_0>": "a", "<1>": "b"}})
     assert 'the keys "<image_0>", "<1>": write "images": ["a.png", "b.png"]' in row.text
-    talk = [{"from": "user", "value": "Image 1: <img>a.png</img>\nq"}]
-    (row,) = read(folder, {"conversations": talk})
-    assert 'write <image> there, and "image": "a.png" in the row' in row.text
-    for where in ("file:///x/a%20b.png", "FILE:///x/a%20b.png"):
-        (row,) = read(folder, {"messages": turns(image=where)})
-        assert 'write the path: "/x/a b.png"' in row.text
 
 
 # Words, what the row has beside them, and what of it the message names.

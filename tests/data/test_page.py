@@ -42,9 +42,11 @@ def test_a_table_says_the_same(folder):
 
 
 def test_its_recipe_can_be(folder):
-    of_columns, text, streamed = blocks(PAGE, "yaml")
+    moved, of_columns, text, streamed = blocks(PAGE, "yaml")
     assert Recipe.from_values(LEAST | yaml.safe_load(of_columns)).data.ignore == ["id", "source"]
     assert Recipe.from_values(LEAST | yaml.safe_load(streamed)).data.is_streamed
+    (source,) = Recipe.from_values(LEAST | yaml.safe_load(moved)).data.sources()
+    assert (source.image_root, source.image_folder) == ("/mnt/old/images", "/data/images")
     recipe = Recipe.from_values(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)

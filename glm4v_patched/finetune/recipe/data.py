@@ -70,6 +70,9 @@ class Data(Section):
     """Read only the first rows of each set, so many; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
     """Folder to which image paths are relative; null: the folder of the file with the rows."""
+    image_root: Annotated[Text | None, MAY_CHANGE] = None
+    """Beginning of the rows' image paths that image_folder replaces, for images that were moved:
+    /old/images, C:\\old\\images."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
     """Keys of rows, or columns, to leave out."""
     boxes: Annotated[BoxFormat | None, MAY_CHANGE] = None
@@ -137,13 +140,5 @@ class Data(Section):
 
     def _common_fields(self) -> dict[str, Any]:
         """Return the fields of this section that are the defaults of each set."""
-        names = (
-            "format",
-            "image_folder",
-            "ignore",
-            "allow_urls",
-            "columns",
-            "max_samples",
-            "boxes",
-        )
-        return {name: getattr(self, name) for name in names}
+        names = ("format", "image_folder", "image_root", "ignore", "allow_urls", "columns", "boxes")
+        return {name: getattr(self, name) for name in (*names, "max_samples")}
