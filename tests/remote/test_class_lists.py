@@ -21,7 +21,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import glm4v_patched
-from glm4v_patched.remote.class_lists import register_class_name
+from glm4v_patched.remote.class_lists import add_to_mapping_names
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import (
@@ -244,7 +244,7 @@ def test_entries_are_found_by_name_and_load_no_other_model(tmp_path, monkeypatch
     assert TrainingSummary.from_trainer(ran).tasks == "image-text-to-text"
     monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     with pytest.raises(ImportError, match="no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.* pip install"):
-        register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
+        add_to_mapping_names(GLM4VForCausalLM, "CAUSAL_LM")
 
 
 def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quantizers(tmp_path):
