@@ -80,7 +80,7 @@ def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
             inner = [module for module in matches if module.startswith(f"{outer}.")]
             if inner:
                 raise ValueError(
-                    f"modules_to_save has {name!r}, which matches {outer} and {inner[0]} in it: use "
+                    f"modules_to_save has {name!r}, which matches {outer} and {inner[0]}: use "
                     f"{'.'.join(outer.split('.')[-2:])!r} for the outer module"
                 )
 

@@ -202,7 +202,7 @@ def test_unexpanded_prompts_may_select_logits_of_text_after_images_only(model):
 SHORT = torch.arange(9) < 3
 REFUSED = {
     "labels without rows": (torch.ones(15, dtype=torch.long), 3, "(15,)", "(2, 15)"),
-    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "ps 15"),
+    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 pos", "selects 15"),
     "below 0": (None, -3, "-3"),
     "a short mask": (two_images(expanded_image())["labels"][:, :3], SHORT, "9 positions"),
     "a mask of each row": (None, SHORT.expand(2, -1), "2 dimensions"),
