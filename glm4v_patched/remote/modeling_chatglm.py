@@ -843,7 +843,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _stack_images(self, pixel_values, images) -> Tensor | None:
         """Return ``pixel_values`` or ``images`` as a 4D tensor, ``None`` if there are none."""
         if pixel_values is not None and images is not None:
-            raise ValueError("pixel_values and images are names of the same input: give one")
+            raise ValueError("pixel_values and images are two names of the same input: give one")
         images = pixel_values if images is None else images
         if images is not None and not isinstance(images, Tensor):
             # Callers of the published code pass None in the list for a sequence without an image.
