@@ -144,7 +144,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
-        # Before the first token is generated there are no ids, unless the caller also passed ids.
+        # Without generated tokens, input_ids has no columns, or ids that the caller also passed.
         if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
             # As everywhere in transformers, inputs_embeds includes the cached part.
             num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
@@ -225,6 +225,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             "prompt_length": 0,  # all of these tokens are generated
         }
         if is_static(cache):
+            # decode_mask reads only the first two sizes, the dtype and the device.
             embeds_BQ0 = torch.empty(
                 (*new_ids_BQ.shape, 0), dtype=self.dtype, device=input_ids.device
             )

@@ -2,7 +2,7 @@
 
 A begin id and an end id mark an image. In an unexpanded prompt (the form of the published code) one
 placeholder id is between them. In an expanded prompt (which our processor makes) one id for each of
-the image's inner tokens is between them. The rest of the model computes expanded prompts only.
+the image's inner tokens is between them. The rest of the model takes expanded prompts only.
 
 An image takes ``num_image_tokens + 2`` tokens but only three position ids: its begin has ``p``, all
 of its inner tokens share ``p + 1``, and its end has ``p + 2``.
@@ -218,13 +218,13 @@ def _find_image_spans(
     is_end_id = (input_ids == prompt_format.end_id) & is_prompt
     is_marker = is_begin_id | is_end_id
     # ``markers`` has for each sequence: -1, the columns of all markers (begin and end ids) in
-    # order, then ``length``. The write index of columns without a marker is the last entry.
+    # order, then ``length``. (Other columns are written to the last entry, which is not read.)
     num_markers = is_marker.cumsum(dim=1)
     markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
-    # For each column the last marker up to it, and the next marker after it. If there is none, the
-    # index is clamped to the first or last column, which has no marker or is the column itself.
+    # For each column the last marker up to it (-1 if there is none), and the next marker after it
+    # (``length`` if there is none). Clamping these two values cannot find another marker.
     last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
     follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
     precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
@@ -337,7 +337,7 @@ def _analyze_batch(
         if position_ids is not None:
             stats |= _restart_stats(initial_positions, current_mask)
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded. A batch that is too small for that many expanded images breaks the
+    # prompts are expanded. A batch with fewer columns than its expanded images need breaks the
     # graph, and is expanded outside of it.
     may_expand = torch.compiler.is_exporting() and num_images > 0
     num_image_columns = num_images * (prompt_format.num_image_tokens + 2)
@@ -412,9 +412,9 @@ def _restart_stats(position_ids: Tensor, current_mask: Tensor) -> dict[str, Tens
 
 
 def exportable_cummax(values: Tensor) -> Tensor:
-    """Return the running maximum of ``(B, L)`` values, which must not decrease except to 0.
+    """Return ``cummax`` of ``(B, L)`` values, also in an export to ONNX, which has no cummax.
 
-    Unlike ``torch.cummax``, it can be exported to ONNX.
+    Apart from zeros, the values must not decrease along a sequence.
     """
     if not torch.compiler.is_exporting():
         return values.cummax(dim=1).values

@@ -540,8 +540,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         options = self._output_options(output_hidden_states, output_attentions, return_dict)
         other_inputs = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
-        is_generated = prompt_length is not None and prompt_length <= 0
-        is_decode_step = is_generated and position_ids is not None
+        # generate passes prompt_length 0 if all of input_ids are generated tokens.
+        is_decode_step = prompt_length is not None and prompt_length <= 0
+        is_decode_step = is_decode_step and position_ids is not None
         is_decode_step = is_decode_step and all(value is None for value in other_inputs)
         if is_decode_step and can_decode(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
