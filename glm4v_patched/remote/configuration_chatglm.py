@@ -176,7 +176,7 @@ VALUE_CHECKS: dict[str, ValueCheck] = {
         lambda value: value is None or str(value).removeprefix("torch.") in DTYPE_NAMES,
         f"null or one of {', '.join(DTYPE_NAMES)}",
     ),
-    "option": (_is_instance_of(bool, type(None)), "true, false or null"),
+    "optional_flag": (_is_instance_of(bool, type(None)), "true, false or null"),
 }
 
 
@@ -488,8 +488,8 @@ GENERAL_FIELD_CHECKS |= {
     "quantization_config": "object",
 }
 GENERAL_FIELD_CHECKS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
-GENERAL_FIELD_CHECKS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
-GENERAL_FIELD_CHECKS |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
+GENERAL_FIELD_CHECKS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "optional_flag")
+GENERAL_FIELD_CHECKS |= dict.fromkeys(("output_hidden_states", "return_dict"), "optional_flag")
 GENERAL_FIELD_CHECKS |= {"problem_type": "text", "transformers_version": "text"}
 # The model classes that a config file may name.
 KNOWN_ARCHITECTURES = {reference.rpartition(".")[2] for reference in AUTO_MAP.values()}
