@@ -27,7 +27,7 @@ from glm4v_patched.models.adopt import (
     to_json_bytes,
 )
 from glm4v_patched.paths import require_apart
-from glm4v_patched.remote.configuration_chatglm import refuse_fetched_code
+from glm4v_patched.remote.configuration_chatglm import refuse_remote_code
 from glm4v_patched.terminal_text import format_bytes, show_progress
 
 from .checks import check_adapter_settings, check_weight_files, refuse_failed
@@ -281,7 +281,7 @@ def _refuse_settings(source: SourceFiles) -> None:
             "you load them"
         )
     for file in {CONFIG, GENERATION_CONFIG} & source.files.keys():
-        refuse_fetched_code(source.read_json(file), f"{source.name}: {file}")
+        refuse_remote_code(source.read_json(file), f"{source.name}: {file}")
         if file == CONFIG:
             continue
         values = source.read_json(file)

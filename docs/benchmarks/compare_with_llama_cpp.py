@@ -30,7 +30,7 @@ from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, save, tin
 from glm4v_patched.inference.gguf_file import GGUF_TYPES, export_gguf
 from glm4v_patched.inference.questions import digest_image_files, make_question
 from glm4v_patched.inference.scoring import exact_match, swap_images
-from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
+from glm4v_patched.remote.image_layout import InputBatch, expand_image_placeholders
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
@@ -184,7 +184,7 @@ def our_answer(
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return {
         "batch": expand_image_placeholders(
-            UnexpandedBatch(ids), model.transformer.image_format, num_images
+            InputBatch(ids), model.transformer.prompt_format, num_images
         ),
         "features": features,
         "logits": model(**inputs).logits[0].float(),

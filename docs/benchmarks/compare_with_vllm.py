@@ -32,7 +32,7 @@ from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
 from glm4v_patched.inference.vllm_plugin import never_generated_ids
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
+from glm4v_patched.remote.image_layout import InputBatch, expand_image_placeholders
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
@@ -164,9 +164,9 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
         return_dict_in_generate=True,
     )
     ids = inputs["input_ids"][0]
-    image_format = model.transformer.image_format
+    prompt_format = model.transformer.prompt_format
     num_images = len(inputs.get("pixel_values", ()))
-    rows = expand_image_placeholders(UnexpandedBatch(ids[None]), image_format, num_images)
+    rows = expand_image_placeholders(InputBatch(ids[None]), prompt_format, num_images)
     return {
         "ids": ids.tolist(),
         "positions": rows.position_ids[0].tolist(),

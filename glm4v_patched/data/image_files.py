@@ -28,7 +28,7 @@ URL_CURE = "expected a path: save the image beside the data, or set data.allow_u
 
 
 class FileStamp(NamedTuple):
-    """The state of a data or image file when it was checked."""
+    """Size, times and digest of a data or image file when it was checked."""
 
     path: str
     size: int
@@ -48,7 +48,7 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file is missing or has other content. A new time is no change."""
+        """Return whether the file is missing or has other content. Times alone are no change."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False
@@ -56,7 +56,7 @@ class FileStamp(NamedTuple):
 
 
 def file_times(path: str) -> tuple[int, int, int] | None:
-    """Return the size, mtime and ctime (ns) of a file; None if it is missing or out of reach."""
+    """Return the size, mtime and ctime (ns) of a file; None if it cannot be accessed."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -65,14 +65,14 @@ def file_times(path: str) -> tuple[int, int, int] | None:
 
 
 class ImageFiles:
-    """Finds or makes the file of each image.
+    """Finds the file of each image, or writes one for images that are URLs or bytes.
 
     Args:
         folder: The folder to which paths are relative.
         allow_urls: Whether images may be downloaded over http(s), from the public internet.
-        store: Folder for downloaded images and images stored as bytes, named by the digest of their
-            bytes or URL; default in the user's cache folder. They stay there for later runs.
-        within: The folder in which files named by rows must lie; None allows any.
+        store: Folder for files of images that are URLs or bytes; default in the user's cache
+            folder. Their names are digests, and later runs use them again.
+        within: The folder that files named by rows must be in; None allows any.
         root: Beginning of paths in rows that is cut off.
     """
 
@@ -135,7 +135,7 @@ class ImageFiles:
             raise ValueError(
                 f"image is {describe_value(image)}, a folder; expected the path of a file"
             )
-        # abspath() would take a third of the time of reading rows.
+        # abspath() would be slower: a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
         if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
             # Names of Windows, and of macOS, which stores accents as characters of their own.
@@ -150,7 +150,7 @@ class ImageFiles:
         return path
 
     def may_name(self, path: str) -> bool:
-        """Return whether rows may name a file, which need not exist."""
+        """Return whether rows may name this path, whether or not the file exists."""
         return self.within is None or is_within(path, self.within)
 
     def _downloaded(self, url: str) -> str:
@@ -166,7 +166,7 @@ class ImageFiles:
 
     def _stored(self, content: bytes) -> str:
         path = self._store_folder() / hashlib.sha256(content).hexdigest()
-        # Writing the file again would change its time, and its cached check would not count.
+        # Writing the file again would change its time, and it would be checked again.
         if path.is_file() and path.stat().st_size == len(content):
             return str(path)
         return self._write(path, content)
@@ -183,7 +183,7 @@ class ImageFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        # A failed write is not a problem of the row: ``data.on_bad: skip`` must not skip it.
+        # A failed write is no error of the row: ``data.on_bad: skip`` must not skip it.
         with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)

@@ -1,9 +1,9 @@
 """Limits on the cost of decoding an image, for rows of data and for clients of a server. Needs no
 torch.
 
-The number of pixels alone does not bound the cost: a resize has a temporary image as high as the
-input, a progressive JPEG decodes all pixels once per scan, and Pillow reads millions of empty
-segments one by one in Python. Pillow also decodes some formats entirely in Python.
+The number of pixels is not enough as a limit. A resize makes a temporary image as high as the
+input. A progressive JPEG decodes all pixels once per scan. Pillow reads empty segments one by one,
+and decodes some formats entirely, in Python.
 """
 
 import io
@@ -17,11 +17,11 @@ from PIL import Image
 MAX_SIDE = 2**15
 """Limit on width and height, in pixels."""
 NORMAL_SCANS = 10
-"""Scans of a progressive JPEG written by libjpeg; more scans count as more pixels."""
+"""Scans of a usual progressive JPEG (libjpeg's); more scans count as more pixels."""
 MAX_PARTS = 40_000
-"""Limit on segments, chunks, strips or tiles; a large file may have more, by its size in bytes."""
+"""Limit on segments, chunks, strips or tiles, to which max_parts() adds one per 512 bytes."""
 PIXELS_PER_PYTHON_BYTE = 16
-"""Decoding a byte in Python takes as long as this many pixels of PNG: 0.7 to 1.2 us."""
+"""Decoding a byte in Python takes as long as decoding this many pixels of PNG: 0.7 to 1.2 us."""
 PIXELS_PER_PPM_COMMENT = 2000
 """Cost of one comment in a plain-text PPM; Pillow cuts each comment out of a block of 1 MB."""
 # Inside of a scan, 0xff is followed by 0 or by the number of a restart marker.
@@ -30,7 +30,7 @@ SHRINK_CURE = "make it smaller (the model sees 1120 x 1120 pixels)"
 
 
 class TooLargeError(ValueError):
-    """The image costs too much to decode; the message contains the numbers and the cure."""
+    """Error of an image that costs too much to decode."""
 
 
 class CountedFile(io.BytesIO):
@@ -52,7 +52,7 @@ def max_parts(content: bytes) -> int:
 
 
 def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) -> int:
-    """Return how many pixels decoding an image costs, judged by its header.
+    """Return the cost of decoding an image, in pixels, from its header.
 
     Raises:
         TooLargeError: The cost is above ``max_pixels``, a side is too long, or the image has too
@@ -93,8 +93,7 @@ def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) ->
 
 
 def _cost_in_python(image: Image.Image, content: bytes) -> int:
-    """Return what decoding the bytes in Python costs, in pixels; 0 for formats that Pillow decodes
-    in C."""
+    """Return the cost of decoding in Python, in pixels; 0 for formats that Pillow decodes in C."""
     codec = next((tile[0] for tile in getattr(image, "tile", ())), None)
     if codec not in Image.DECODERS:
         return 0
@@ -111,7 +110,7 @@ def open_image(content: bytes, formats: Collection[str] | None = None) -> Image.
     file = CountedFile(content)
     image = Image.open(file)
     file.reads_left = math.inf  # some decoders read byte by byte
-    # Pillow's ``formats`` is not used, because code that opens the bytes later tries all formats.
+    # Pillow's argument ``formats`` would not help, because later code opens the bytes without it.
     if formats is not None and image.format not in formats:
         raise ValueError(f"it is {image.format}; expected {', '.join(formats)}: convert it to PNG")
     return image

@@ -61,7 +61,7 @@ SIDE_CHECK = (lambda value: value in ("left", "right"), "left or right")
 # sometimes only when the first text is encoded.
 TOKENIZER_SETTINGS: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
-    "clean_up_tokenization_spaces": "option",
+    "clean_up_tokenization_spaces": "optional_flag",
     "image_size": (lambda value: value is None or type(value) is int, "pixels of a side, or null"),
     "init_inputs": (lambda value: value == [], "an empty list"),
     "model_input_names": (

@@ -1,7 +1,7 @@
 """Checks of ``target_modules`` and ``modules_to_save`` in peft configs for this model.
 
-People and frameworks often pass module names of other models. peft ignores a name that matches no
-module if another name matches one, so part of the adapter would be missing silently.
+Users and frameworks often pass module names of other models. If one name matches a module, peft
+ignores names that match none, so part of the adapter would be missing without an error.
 """
 
 import functools
@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 # Maps module names of other models to this model's names for the same modules.
 MODULE_ALIASES = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
 ALL_LINEAR = "all-linear"
-# peft adds both names to modules_to_save of every classifier or reward model, whatever the name of
-# its head is.
+# peft adds both names to modules_to_save of every sequence classification model.
 HEAD_NAMES = ("classifier", "score")
 
 
@@ -29,8 +28,7 @@ def check_module_names(inject_adapter: Callable) -> Callable:
     @functools.wraps(inject_adapter)
     def checked(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
-        # A saved adapter that is loaded for inference is not checked: it has the names that it was
-        # trained with.
+        # A saved adapter is not checked again when it is loaded for inference.
         if isinstance(model, ChatGLMPreTrainedModel) and not config.inference_mode:
             resolve_module_names(model, config)
         return inject_adapter(self, model, adapter_name, *args, **kwargs)
@@ -42,8 +40,8 @@ def resolve_module_names(model: nn.Module, config) -> None:
     """Replace aliases in a peft config by this model's module names, in place.
 
     Raises:
-        ValueError: a name matches no module, or one in ``modules_to_save`` matches a module and
-            another one inside it.
+        ValueError: a name matches no module, or a name in ``modules_to_save`` matches nested
+            modules.
     """
     modules = [name for name, _ in model.named_modules()]
     for option in ("modules_to_save", "target_modules"):
@@ -75,15 +73,15 @@ def resolve_module_names(model: nn.Module, config) -> None:
 
 
 def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
-    """Refuse a name that matches nested modules, because peft could not load what it would save."""
+    """Refuse a name that matches nested modules, because peft could not load the saved adapter."""
     for name in names:
         matches = [module for module in modules if _matches_module(name, [module])]
         for outer in matches:
             inner = [module for module in matches if module.startswith(f"{outer}.")]
             if inner:
                 raise ValueError(
-                    f"modules_to_save names {name!r}, which fits {outer} and {inner[0]} inside it: "
-                    f"say {'.'.join(outer.split('.')[-2:])!r} for the outer module"
+                    f"modules_to_save has {name!r}, which matches {outer} and {inner[0]}: use "
+                    f"{'.'.join(outer.split('.')[-2:])!r} for the outer module"
                 )
 
 
@@ -94,7 +92,7 @@ def _matches_module(name: str, modules: list[str]) -> bool:
 
 def _unknown_names_message(option: str, unknown: Iterable[str]) -> str:
     return (
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v. "
+        f"{option} has {', '.join(map(repr, sorted(unknown)))}, which match no module of glm-4v. "
         "Its modules are query_key_value (for q_proj, k_proj, v_proj), dense (o_proj), "
         "dense_h_to_4h (gate_proj, up_proj) and dense_4h_to_h (down_proj) in the language model "
         "(transformer.encoder); the same names and fc1, fc2 and gate_proj in the vision tower "

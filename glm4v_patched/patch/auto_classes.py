@@ -47,19 +47,18 @@ from .repository import (
 
 logger = logging.getLogger(__name__)
 
-# Some of these classes exist in newer transformers only.
+# Some of these classes exist only in newer releases of transformers.
 AUTO_MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
 
-# Without torchvision, transformers 5.8 to 5.17 export a placeholder class, which raises an error on
-# any use, instead of the real Auto class. Our image processor needs no torchvision, so the real
-# class is patched, in the module that defines it.
+# Without torchvision, transformers 5.8 to 5.17 export a placeholder class that raises an error on
+# any use. Our image processor needs no torchvision, so we patch and export the real class.
 AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
 AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
-# Modules of the Auto classes. Each has imported get_class_from_dynamic_module as a name of its own,
-# so each is patched.
+# Modules of the Auto classes. Each imports get_class_from_dynamic_module by "from", so each is
+# patched.
 REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
@@ -97,7 +96,7 @@ class _ApplyOptions:
 
     @property
     def loading_kwargs(self) -> dict[str, str]:
-        """Keyword arguments for from_pretrained and from_config if the caller passes none."""
+        """Defaults for keyword arguments of from_pretrained and from_config."""
         name = self.attn_implementation
         return {} if name is None else {"attn_implementation": name}
 
@@ -111,11 +110,7 @@ class _PatchState:
 
 
 def require_tested_transformers(version: str) -> None:
-    """Raise ``ImportError`` for an untested version.
-
-    The model's own code only warns of such a version, because it replaces no method of
-    transformers.
-    """
+    """Raise ``ImportError`` for an untested version, of which the model's code only warns."""
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
@@ -132,16 +127,15 @@ def apply(
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (transformers 5),
     ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor`` and
     ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for local folders and Hub
-    repositories. Other models load as before. ``AutoVideoProcessor`` then refuses a glm-4v, and
-    peft saves our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A
-    method that was taken from an Auto class before the call (``load = AutoModel.from_pretrained``)
-    raises ``RuntimeError`` for a glm-4v that has code in its repository.
+    repositories. Other models load as before. ``AutoVideoProcessor`` refuses a glm-4v, and peft
+    saves our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A
+    reference to an original method (``load = AutoModel.from_pretrained``, before ``apply``) raises
+    ``RuntimeError`` for a glm-4v that has code in its repository.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
             all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
-        attn_implementation: The attention implementation of models that are loaded without this
-            keyword.
+        attn_implementation: Default of ``attn_implementation`` for models that are loaded.
 
     Raises:
         ValueError: an argument has the wrong type, or contradicts an earlier ``apply``.
@@ -160,7 +154,7 @@ def apply(
             current = getattr(_PatchState.options, name) or None
             if value is not None and current != (value or None):
                 raise ValueError(
-                    f"apply({name}={value!r}) contradicts {name}={current!r}, which is in force: "
+                    f"apply({name}={value!r}) contradicts {name}={current!r} of an earlier apply: "
                     "call revert() first"
                 )
 
@@ -179,7 +173,7 @@ def revert() -> None:
 
 @contextmanager
 def applied(**options: Any) -> Iterator[None]:
-    """Call :func:`apply` for a ``with`` block; patches from before the block stay after it."""
+    """Call :func:`apply` for a ``with`` block. If it was called before the block, do not revert."""
     was_unpatched = _PatchState.patches is None
     apply(**options)
     try:
@@ -213,8 +207,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
-    # The class is resolved before the package, because this import makes transformers 5.8 replace
-    # its module object.
+    # Resolve the class first: this import makes transformers 5.8 replace its module object.
     real_class, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
     if package.AutoImageProcessor is not real_class:  # the package exports the placeholder
         patches.append(
@@ -276,10 +269,10 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
 
 
 def _refuse_remote_code(original: Callable) -> Callable:
-    """Wrap transformers' import of a repository's code, so that it refuses the code of a glm-4v.
+    """Wrap ``get_class_from_dynamic_module``, so that it refuses the code of a glm-4v.
 
-    That code does not fit our config. The patched methods never import it, but methods that were
-    taken from Auto classes before would.
+    That code does not work with our config. Only references to original methods, from before
+    ``apply``, would import it.
     """
 
     @functools.wraps(original)
@@ -287,9 +280,9 @@ def _refuse_remote_code(original: Callable) -> Callable:
         if Repository(repository, kwargs).contains_glm4v():
             raise RuntimeError(
                 f"{class_reference} of {repository} would be loaded beside this package's code "
-                "for glm-4v. Either from_pretrained or from_config was taken from an Auto class "
-                "before apply(): call apply() earlier. Or this Auto class is not supported for "
-                f"glm-4v: use one of {', '.join(AUTO_MODEL_CLASSES)}"
+                "for glm-4v. Either from_pretrained or from_config was stored in a variable before "
+                "apply(): call apply() earlier. Or this Auto class is not supported for glm-4v: "
+                f"use one of {', '.join(AUTO_MODEL_CLASSES)}"
             )
         return original(class_reference, repository, *args, **kwargs)
 
@@ -327,7 +320,7 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     repository = Repository(name_or_path, kwargs)
     if repository.read(IMAGE_PROCESSOR_CONFIG_FILE) is not None:
         return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
-    # The published repository has no such file.
+    # The published repository has no preprocessor_config.json.
     options = {name: kwargs.pop(name) for name in DOWNLOAD_OPTIONS if name in kwargs}
     vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **options)).vision
     sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
@@ -337,8 +330,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
 def _refuse_videos(name_or_path, *args, **kwargs):
     """Raise ``ValueError``.
 
-    Pipelines ask every model for a video processor. transformers would search our image
-    processor's code for one, after asking the user to trust that code.
+    Pipelines load a video processor for every model. transformers would look for one in our image
+    processor's code, after asking the user to trust that code.
     """
     raise ValueError(f"{name_or_path} is a glm-4v, which reads no videos: give frames as images")
 
@@ -357,12 +350,12 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):
             for name in arguments.get("selected_adapters") or self.peft_config:
-                # The folders have the names that peft gives them.
+                # peft's names of folders
                 folder = Path(save_directory, "" if name == "default" else name)
                 custom_object_save(base, folder)
                 config_file = folder / ADAPTER_CONFIG_FILE
                 config = json.loads(config_file.read_text("utf-8"))
-                # peft writes the name of a module that only this process has.
+                # peft writes the class's module here, which other processes may not have.
                 config |= {"auto_mapping": None}
                 config_file.write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
         return result

@@ -1,6 +1,6 @@
-"""Bounded reading of JSON files from strangers, and the test whether a config is a glm-4v's.
+"""Size-limited reading of untrusted JSON files, and detection of a glm-4v by its config.
 
-Imports neither torch nor transformers.
+This module imports neither torch nor transformers.
 """
 
 import json
@@ -15,14 +15,14 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MAX_JSON_BYTES, MAX_LARGE_JSON_BYTES = 16 * 2**20, 64 * 2**20
 LARGE_JSON_FILES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
 MAX_JSON_DEPTH = 64
-"""Levels of nesting. Other libraries walk the parsed values recursively."""
+"""Limit on nesting, because other libraries process the values recursively."""
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
     """Return why a config is not a glm-4v's, or ``None`` if it is one or a cogagent-9b's.
 
-    The model type "chatglm" is not enough to tell, because chatglm2, chatglm3 and the text models
-    of GLM-4 have it, too.
+    chatglm2, chatglm3 and the text models of GLM-4 have the model type "chatglm", too, but no
+    vision_config.
     """
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
@@ -49,7 +49,7 @@ def read_json_object(path: Path) -> dict:
 
 
 def read_bytes_within_limit(path: Path) -> bytes:
-    """Read a file of settings or text, of at most 16 MiB (64 MiB for ``LARGE_JSON_FILES``).
+    """Read a file of at most 16 MiB (64 MiB for ``LARGE_JSON_FILES``).
 
     Raises:
         ValueError: the file cannot be read, is not a regular file, or is larger than the limit.
@@ -67,7 +67,7 @@ def read_bytes_within_limit(path: Path) -> bytes:
 
 @contextmanager
 def _json_errors(name: object) -> Iterator[None]:
-    """Turn errors of reading and parsing into a ``ValueError`` that names the file."""
+    """Turn errors of reading and parsing into a ``ValueError`` with the file's name."""
     try:
         yield
     except (OSError, ValueError, RecursionError) as error:
@@ -77,7 +77,7 @@ def _json_errors(name: object) -> Iterator[None]:
 def find_nonfinite_number(values: Any) -> str | None:
     """Return ``key is value`` for the first nested number that is NaN, infinite or above float32.
 
-    Python parses such numbers in JSON: ``NaN``, ``Infinity`` and ``1e999``.
+    Python's JSON parser accepts ``NaN``, ``Infinity`` and ``1e999``.
     """
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:

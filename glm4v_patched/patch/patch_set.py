@@ -27,7 +27,7 @@ class AttributePatch:
 
 
 class PatchSet:
-    """A set of attribute patches. It is not reverted if other code patched an attribute since."""
+    """A set of attribute patches, applied and reverted together."""
 
     def __init__(self, patches: Sequence[AttributePatch]):
         self._patches = tuple(patches)
@@ -54,7 +54,7 @@ class PatchSet:
         for patch, owner in owners:
             original = vars(owner)[patch.name]
             replaced.append((patch, owner, original, patch.replace(original)))
-        # Attributes are set only now, when nothing can fail any more.
+        # Set attributes only after everything that can fail.
         for patch, owner, _, replacement in replaced:
             setattr(owner, patch.name, replacement)
         self._replaced = replaced

@@ -33,7 +33,7 @@ class Repository:
         self._download_options = {
             name: kwargs[name]
             for name in DOWNLOAD_OPTIONS
-            # Only from_pretrained obeys force_download, so that files are not downloaded twice.
+            # from_pretrained obeys force_download; here it would download files a second time.
             if kwargs.get(name) is not None and name != "force_download"
         }
         if kwargs.get("use_auth_token") is not None:  # transformers 4 still takes that name
@@ -43,9 +43,9 @@ class Repository:
     def hub_timeout(self) -> str | None:
         """Error message if the Hub does not answer in time, else ``None``.
 
-        It is also ``None`` for local folders and when offline. This property sends one request,
-        with a timeout. The Hub's client would wait a minute for each file, six times, and
-        transformers 5 would wait forever for the commit.
+        It is also ``None`` for local folders and when offline. This property sends one request with
+        a short timeout. Without it, huggingface_hub would wait a minute for each file, six times,
+        and transformers 5 would wait for the commit without a limit.
         """
         name, offline = self.name_or_path, self._download_options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
@@ -56,8 +56,8 @@ class Repository:
         try:
             headers = build_hf_headers(token=self._download_options.get("token"))
             get_session().head(url, headers=headers, timeout=seconds)
-        except Exception as error:  # loading the file raises all errors but timeouts again
-            # Timeouts of requests, httpx and httpx2 have only their names in common.
+        except Exception as error:  # other errors are raised again when a file is loaded
+            # The timeout classes of requests, httpx and httpx2 have no common base class.
             if type(error).__name__.endswith("Timeout"):
                 return (
                     f"{url_origin(url)} did not answer within {seconds:g} s (check the network and "
@@ -70,8 +70,8 @@ class Repository:
 
         Args:
             file_name: Name of the file inside the repository.
-            ask_hub: Download the file if it is in no local folder or cache. For ``config.json``,
-                errors of a Hub that cannot be reached are raised.
+            ask_hub: Download the file if it is neither in a local folder nor in the cache. For
+                ``config.json``, connection errors are raised.
 
         Returns:
             The object in the file; ``None`` if there is no such file or it is not readable JSON.
@@ -106,13 +106,12 @@ class Repository:
     def contains_glm4v(self) -> bool:
         """Return whether the files are those of a glm-4v, its adapter, or only its tokenizer.
 
-        Cached files are read first, because a repository does not become another model. Return
-        ``False`` if the files cannot be read; the loading call that follows then raises its own
-        error.
+        Cached files are read first, without a request to the Hub. Return ``False`` if the files
+        cannot be read; ``from_pretrained`` then raises its own error.
 
         Raises:
-            TimeoutError: the Hub did not answer in time, for which the loading call would wait for
-                minutes.
+            TimeoutError: the Hub did not answer in time. (``from_pretrained`` would wait for
+                minutes.)
         """
         tokenizer = {}
         try:
@@ -127,14 +126,14 @@ class Repository:
         except TimeoutError:
             if not tokenizer:
                 raise
-        except Exception:  # error classes of the Hub's client differ between its versions
+        except Exception:  # error classes differ between versions of huggingface_hub
             pass
         return False
 
     def _config_of_base(self, ask_hub: bool) -> dict | None:
-        """Return the config of the model that this adapter was trained on, if this is an adapter.
+        """Return the config of this adapter's base model, ``None`` if this is no adapter.
 
-        The adapter's revision and subfolder do not apply to its base model.
+        The adapter's revision and subfolder do not apply to the base model.
         """
         base = (self.read(ADAPTER_CONFIG_FILE, ask_hub) or {}).get("base_model_name_or_path")
         options = {

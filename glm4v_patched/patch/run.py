@@ -6,10 +6,10 @@
     torchrun --nproc_per_node 2 -m glm4v_patched.run train.py --lr 1e-5
     deepspeed --module glm4v_patched.run train.py --lr 1e-5
 
-This process replaces itself (``exec``) by a Python whose environment has ``GLM4V_PATCHED``, with
-the options, and the folder ``startup`` on ``PYTHONPATH``. Python runs its ``sitecustomize.py`` at
-startup, which reads that variable; child processes inherit both. Where a launch command cannot be
-changed, set the two variables instead:
+This process replaces itself (``exec``) by a Python with two environment variables, which child
+processes inherit: ``GLM4V_PATCHED`` has the options, and ``PYTHONPATH`` begins with the folder
+``startup``. At startup, Python runs ``sitecustomize.py`` in that folder, which patches glm-4v. If
+you cannot change a launch command, set the two variables instead:
 
     export GLM4V_PATCHED=1 PYTHONPATH=$(python -m glm4v_patched.run --startup-folder)
 """
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _interpreter_flags() -> list[str]:
     """Return the options of the Python interpreter itself, such as ``-u``."""
-    # The flags, and after them "-m" and the module, or the script.
+    # The interpreter's flags, then the script, or "-m" and a module.
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return flags[:-2] if flags[-2:-1] == ["-m"] else flags[:-1]
 
@@ -73,7 +73,7 @@ def find_script(name: str) -> str:
     Raises:
         ValueError: there is no such file or command, or it is not a Python script.
     """
-    # The commands of an environment that was not activated are beside its python.
+    # If a virtual environment is not activated, its commands are not on PATH but beside its python.
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
         if name.endswith((".yaml", ".yml", ".json")):
@@ -111,7 +111,7 @@ def options_from_environment() -> dict:
         raise ValueError(
             f"{PATCHED_VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
             'glm4v_patched.apply, such as {"fused_linear_cross_entropy": true}; expected one of '
-            "these, or 0 or nothing to switch patching off"
+            "these, or 0 to switch patching off"
         )
     return options
 

@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 class PackedSamples(NamedTuple):
     """Indices that gather the samples of packed sequences into batches, and scatter them back.
 
-    Samples of similar length form a group, a batch that is padded on the right by repeating each
-    sample's last token; under a causal mask no real query sees this padding. At most half of a
-    group is padding, so memory grows in proportion to the tokens, whatever the lengths.
+    Samples of similar length form a group. A group is a batch, padded on the right by repeating
+    each sample's last token. Under a causal mask no token attends to this padding. At most half of
+    a group is padding, so memory is proportional to the number of tokens.
 
     Attributes:
         group_indices: For each group ``(N, M)`` int64, indices into the flattened ``B * R`` tokens.
@@ -38,8 +38,8 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     """Group the samples of packed sequences by length.
 
     Args:
-        position_ids_BR: 0 where a sample starts. They are copied to the host, which waits for the
-            device.
+        position_ids_BR: 0 where a sample starts. They are copied to the host, which is a device
+            sync.
 
     Returns:
         The groups; ``None`` if every sequence is one sample.
@@ -53,7 +53,7 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     starts = starts[order]
     groups, inverse, num_slots = [], starts.new_empty(batch_size * length), 0
     while len(lengths):
-        # The longest sample, and as many of the next ones as keep padding at or below half.
+        # A group: the longest sample, and all next ones with which at most half is padding.
         padded_sizes = lengths[0] * torch.ones_like(lengths).cumsum(0)
         group_size = int((padded_sizes <= 2 * lengths.cumsum(0)).sum())
         lengths_N1, starts_N1 = lengths[:group_size, None], starts[:group_size, None]
@@ -83,8 +83,8 @@ def attend(
     Args:
         module: The calling layer. Implementations read its ``is_causal`` and
             ``num_key_value_groups`` (query heads per key-value head).
-        attention_mask: The mask that transformers makes for this implementation. Or packed samples,
-            for an implementation that is causal without a mask (sdpa).
+        attention_mask: The mask that transformers makes for this implementation; for sdpa also
+            :class:`PackedSamples`.
         attention_collector: List to which the attention weights ``(B, H, Q, K)`` are appended. Only
             eager attention computes them.
 
@@ -96,7 +96,7 @@ def attend(
             module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
         )
     if implementation == "sdpa" and _is_decode_step(module, query_BHQC, key_BGKC, attention_mask):
-        # Grouped-query attention: the fused kernel reads each key once for all heads of its group.
+        # With enable_gqa, the kernel reads each key once for all query heads of its group.
         out_BH1C = F.scaled_dot_product_attention(
             query_BHQC, key_BGKC, value_BGKC, attn_mask=attention_mask, enable_gqa=True
         )
@@ -170,7 +170,7 @@ def eager_attention(
 
 
 def _is_decode_step(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
-    """Return whether one query attends to cached keys, with grouped heads that share a mask."""
+    """Return whether this is a decode step of one query with grouped heads that share a mask."""
     has_one_query = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
     has_groups = query_BHQC.shape[1] != key_BGKC.shape[1]
     is_shared_mask = mask is None or (

@@ -16,27 +16,26 @@ from transformers.cache_utils import Cache
 from .image_layout import ExpandedBatch
 
 # A name's suffix lists the tensor's dimensions: last_B1 is (B, 1).
-# Shapes: B sequences, R length of the expanded prompt, N new tokens, K keys (the capacity of a
-# static cache, or the length of any other cache). A static cache has a fixed capacity.
+# Shapes: B sequences, L length of input_ids, R length of the expanded prompt.
 
 
 class CacheMetadata(NamedTuple):
     """Metadata of one prefill of a cache.
 
     Attributes:
-        anchor: Index behind the last cache entry that is padding or part of an image, at least 1.
-            All entries from there on are text, and position ids increase by 1.
+        text_start: Cache index, at least 1. All entries from there on are text, and position ids
+            increase by 1.
         length: Cache length up to which this metadata is valid.
-        next_position: ``(B, 1)``, the position id at ``anchor``.
-        row_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before ``anchor``.
-            They identify sequences that were reordered, selected, repeated or copied since.
-            ``None`` if the keys were not readable.
+        next_position: ``(B, 1)``, the position id at ``text_start``.
+        key_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before
+            ``text_start``. They identify a sequence after the cache's sequences were reordered,
+            selected, repeated or copied. ``None`` if the keys were not readable.
     """
 
-    anchor: int
+    text_start: int
     length: int
     next_position: Tensor
-    row_fingerprint: Tensor | None
+    key_fingerprint: Tensor | None
 
 
 # The attribute of a Cache that has its list[CacheMetadata], the latest prefill last.
@@ -46,12 +45,12 @@ METADATA_ATTRIBUTE = "glm4v_metadata"
 def cached_length(cache: Cache | None) -> int:
     """Return how many positions a cache holds. For a static cache this waits for the device."""
     length: Any = 0 if cache is None else cache.get_seq_length()
-    # A static cache returns a tensor; in transformers 5 it is the cache's counter, so copy it.
+    # A static cache of transformers 5 returns its own counter, a tensor that changes later.
     return int(length) if isinstance(length, Tensor) else length
 
 
 def is_static(cache: Cache | None) -> bool:
-    """Return whether the cache has a fixed size; only the device then knows how full it is."""
+    """Return whether the cache has a fixed capacity; its length is then stored on the device."""
     return cache is not None and bool(cache.is_compileable)
 
 
@@ -78,24 +77,24 @@ def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
 def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
     """Record that ``batch`` was added to the cache after ``past_length`` positions.
 
-    If the cache was cropped before, metadata anchored behind ``past_length`` is dropped.
+    If the cache was cropped before, metadata whose text starts after ``past_length`` is dropped.
     """
     length = past_length + batch.input_ids.shape[1]
     records = [
         record._replace(length=min(record.length, past_length))
         for record in _get_metadata(cache)
-        if record.anchor <= past_length
+        if record.text_start <= past_length
     ]
-    if records and not batch.text_only_from and records[-1].length == past_length:
+    if records and not batch.text_start and records[-1].length == past_length:
         records[-1] = records[-1]._replace(length=length)
     else:
-        anchor = past_length + max(batch.text_only_from, 1)
+        text_start = past_length + max(batch.text_start, 1)
         last_B1 = batch.position_ids.amax(dim=1, keepdim=True)
         record = CacheMetadata(
-            anchor=anchor,
+            text_start=text_start,
             length=length,
-            next_position=last_B1 + 1 - (length - anchor),
-            row_fingerprint=_compute_fingerprint(cache, anchor, length),
+            next_position=last_B1 + 1 - (length - text_start),
+            key_fingerprint=_compute_fingerprint(cache, text_start, length),
         )
         records.append(record)
     setattr(cache, METADATA_ATTRIBUTE, records)
@@ -108,25 +107,26 @@ def record_decode_step(cache: Cache, length: int) -> None:
         setattr(cache, METADATA_ATTRIBUTE, [*records[:-1], records[-1]._replace(length=length)])
 
 
-def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | None:
-    """Return the bytes ``(B, bytes)`` of each sequence's keys just before ``anchor``.
+def _compute_fingerprint(cache: Cache, text_start: int, length: int) -> Tensor | None:
+    """Return the bytes ``(B, bytes)`` of each sequence's keys just before ``text_start``.
 
     Return ``None`` if the keys are not readable.
     """
-    # The keys of the last filled layer depend on the whole sequence. (Layers that early exit skips
-    # have no keys.)
+    # Keys of the last layer that has keys depend on the whole sequence. (Early exit skips layers.)
     layers: list[Any] = [*cache.layers]
     filled = [layer for layer in layers if layer.is_initialized]
     keys = filled[-1].keys if filled else None
     if not isinstance(keys, Tensor) or keys.ndim != 4 or keys.shape[2] < length:
         return None
-    return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
+    return keys[:, :, text_start - 1].flatten(1).clone().view(torch.uint8)
 
 
 def find_metadata(cache: Cache | None, length: int) -> CacheMetadata | None:
     """Return the metadata from which the position id at a cache length can be computed, if any."""
-    valid = [record for record in _get_metadata(cache) if record.anchor <= length <= record.length]
-    return valid[-1] if valid and valid[-1].row_fingerprint is not None else None
+    valid = [
+        record for record in _get_metadata(cache) if record.text_start <= length <= record.length
+    ]
+    return valid[-1] if valid and valid[-1].key_fingerprint is not None else None
 
 
 def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | None:
@@ -148,8 +148,8 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
             "filled, with readable keys, ending in text behind images and padding; pass "
             "position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
         )
-    # Layers may be on several devices, so the tensors may be on two.
-    next_B1 = metadata.next_position + (past_length - metadata.anchor)
+    # The keys, hence is_match, may be on another device than the position ids.
+    next_B1 = metadata.next_position + (past_length - metadata.text_start)
     return torch.where(is_match.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
 
@@ -159,13 +159,13 @@ def _match_sequences(cache: Cache, metadata: CacheMetadata, length: int) -> Tens
     Returns:
         ``(B, recorded sequences)`` bool; ``None`` if the cache's keys are not readable.
     """
-    keys = _compute_fingerprint(cache, metadata.anchor, length)
-    if keys is None or metadata.row_fingerprint is None:
+    keys = _compute_fingerprint(cache, metadata.text_start, length)
+    if keys is None or metadata.key_fingerprint is None:
         return None
-    if keys.shape[1] != metadata.row_fingerprint.shape[1]:
-        shape = keys.shape[0], metadata.row_fingerprint.shape[0]
+    if keys.shape[1] != metadata.key_fingerprint.shape[1]:
+        shape = keys.shape[0], metadata.key_fingerprint.shape[0]
         return keys.new_zeros(shape, dtype=torch.bool)
-    return (keys[:, None] == metadata.row_fingerprint.to(keys.device)).all(dim=-1)
+    return (keys[:, None] == metadata.key_fingerprint.to(keys.device)).all(dim=-1)
 
 
 def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
@@ -183,15 +183,14 @@ def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Ten
 class ExpandedPrompt:
     """The prompt of a ``generate`` call, whose image placeholders are expanded once, at prefill.
 
-    Beam search only swaps copies of one sequence, so the prompt needs no reordering. The host knows
-    its lengths without waiting for the device.
+    Beam search only swaps copies of one sequence, so the prompt needs no reordering.
 
     Attributes:
-        input_ids: ``(B, L)``, the prompt's ids before expansion. ``generate`` passes this very
-            tensor until it has generated a token.
+        input_ids: ``(B, L)``, the prompt's ids before expansion. ``generate`` passes the same
+            tensor object until it has generated a token.
         batch: The prompt with its image placeholders expanded.
-        position_ids: As passed to ``generate``; some releases of transformers later pass only the
-            position ids of new tokens.
+        position_ids: The argument of ``generate``. In decode steps, some releases of transformers
+            pass only the position ids of new tokens.
         num_forward_calls: How often inputs for ``forward`` were prepared.
     """
 
@@ -206,7 +205,7 @@ class ExpandedPrompt:
         return self.batch.input_ids.shape[1]
 
     def repeated(self, repeats: int, input_ids: Tensor) -> "ExpandedPrompt":
-        """Return a prompt with each sequence repeated; ``input_ids`` are the repeated ids."""
+        """Return this prompt with each sequence repeated; ``input_ids`` are the repeated ids."""
 
         def repeat(value: Any) -> Any:
             return value.repeat_interleave(repeats, dim=0) if isinstance(value, Tensor) else value
@@ -217,8 +216,8 @@ class ExpandedPrompt:
     def count_images(self, begin_id: int, past_length: int, num_images: int) -> list[int]:
         """Return the number of images in each sequence.
 
-        If ``num_images`` is not the number of images in the whole prompt, only the images after the
-        first ``past_length`` positions are counted.
+        If ``num_images`` is not the number of images in the whole prompt, count only the images
+        after the first ``past_length`` positions.
         """
         is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
         if int(is_begin.sum()) != num_images:
@@ -230,9 +229,9 @@ class ExpandedPrompt:
         return input_ids.shape[1] - self.input_ids.shape[1]
 
     def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
-        """Return how many generated tokens are not in the cache yet.
+        """Return how many generated tokens have no cache entry yet.
 
-        Return 0 if ``forward`` cannot continue from the cache with these tokens alone.
+        Return 0 if the cache also lacks other tokens, so that no decode step is possible.
         """
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):

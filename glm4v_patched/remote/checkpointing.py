@@ -10,14 +10,13 @@ The problem with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
    shape [0]: "Recomputed values for the following tensors have different metadata".
 
 The solution: a layer's frozen parameters stay gathered from the recomputation to the end of the
-layer's backward. ZeRO-3 does not partition a parameter that a submodule still uses. So this module
-adds an id of no submodule to the parameter's users (``ds_active_sub_modules``), which keeps the
-parameter gathered. DeepSpeed's own hook after the submodule's backward partitions it. Nothing is
-gathered twice, and torch's comparison stays on.
+layer's backward. ZeRO-3 does not partition a parameter while ``ds_active_sub_modules``, the ids of
+the submodules that use it, is not empty. So this code adds an id that no submodule has. DeepSpeed's
+own hook after the submodule's backward partitions the parameter.
 
-DeepSpeed 0.19.3 and newer keep such parameters gathered, too, as parameters that are used by the
-module whose backward is running. That module may be far outside of the layer, so this code undoes
-DeepSpeed's change.
+DeepSpeed 0.19.3 and newer also keep these parameters gathered, but until the end of the backward of
+the module that is running then. That module may contain many layers, so this code removes the ids
+that DeepSpeed adds.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# The id of no module, because DeepSpeed's ids are not negative.
+# No module has this id, because DeepSpeed's ids are not negative.
 _KEEP_GATHERED_ID = -1
 
 
@@ -42,13 +41,12 @@ class _NoForwardWrapping:
 class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     """A layer that recomputes its activations in backward when checkpointing is enabled.
 
-    Subclasses define ``layer_forward(hidden, *rest)``. The arguments of the checkpointing function
-    are a bound method, in whose ``__self__`` frameworks find the layer, the hidden states, and the
-    rest.
+    Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function gets a bound
+    method, ``hidden`` and ``*rest``. Some frameworks read the layer from the method's ``__self__``.
 
-    The base class is ``GradientCheckpointingLayer``, because transformers counts its objects for
+    The base class is ``GradientCheckpointingLayer``, because transformers counts its instances for
     ``every_n_layers``. That class wraps ``__call__`` (since 5.23 ``forward``) and passes a partial
-    instead of a bound method, so its wrapping is bypassed.
+    instead of a bound method, so this class bypasses the wrapper.
     """
 
     gradient_checkpointing = False
@@ -61,10 +59,9 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
             and not hidden.requires_grad
             and any(p.requires_grad for p in self.parameters())
         ):
-            # The input has to require grad: reentrant checkpoints differentiate only through such
-            # inputs, and ZeRO-3 releases a layer in the backward of its input. The input is
-            # replaced before the layer's hooks run, because the hooks of a layer that is one unit
-            # for ZeRO-3 (a leaf module) release it.
+            # The input has to require grad: reentrant checkpoints have gradients only through such
+            # inputs, and ZeRO-3 partitions a layer's parameters in the backward of its input. This
+            # comes before nn.Module.__call__, because ZeRO-3's hooks there see the input.
             hidden = hidden.detach().requires_grad_()
         return nn.Module.__call__(self, hidden, *rest)
 
@@ -75,7 +72,7 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     def forward(self, hidden, *rest):
         """Run :meth:`layer_forward`, under checkpointing if that is enabled in training."""
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        # Without a gradient for the input there is no backward, hence nothing to recompute.
+        # If the input needs no gradient, no parameter does, so there is no backward.
         if not (recomputes and hidden.requires_grad):
             return self.layer_forward(hidden, *rest)
         return self._gradient_checkpointing_func(self.recomputable_forward, hidden, *rest)
@@ -83,7 +80,7 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     def recomputable_forward(self, hidden, *rest):
         """Run :meth:`layer_forward` so that backward may recompute it."""
         if torch.compiler.is_compiling():
-            # A compiled layer recomputes within its own backward, where no hook releases weights.
+            # A compiled layer recomputes inside its own backward, where no hook partitions weights.
             return self.layer_forward(hidden, *rest)
         with keep_frozen_parameters_gathered(self):
             return self.layer_forward(hidden, *rest)
@@ -100,8 +97,7 @@ def keep_frozen_parameters_gathered(layer: nn.Module):
         yield
     finally:
         for parameter, module_ids in owners.items():
-            # Remove our id, and ids of modules outside this layer that DeepSpeed 0.19.3 and newer
-            # add.
+            # Remove our id, and the ids of outer modules that DeepSpeed 0.19.3 and newer add.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
         if owners:
             for module in modules:
@@ -117,8 +113,8 @@ def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
     owners: dict[Any, set[int]] = {}  # Any, because DeepSpeed adds attributes to parameters
     for module in modules:
         if not hasattr(module, "ds_id"):
-            continue  # the module is part of a leaf module, which is gathered as a unit
-        # _parameters, because attributes and module.parameters() make DeepSpeed gather.
+            continue  # part of a leaf module of ZeRO-3, which is gathered as a unit
+        # Attributes and module.parameters() would make DeepSpeed gather parameters.
         for parameter in module._parameters.values():
             if parameter is None or parameter.requires_grad:
                 continue

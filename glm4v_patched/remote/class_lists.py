@@ -1,10 +1,9 @@
 """Registration of our classes in transformers' lists of class names.
 
 Other code looks only at these lists to learn what a class is. For example, a Trainer with
-``label_smoothing_factor`` takes the labels out of the batch and shifts them only for causal
-language models in the list; it would train any other class to repeat its input. transformers lists
-no class that was loaded from a folder or the Hub, so each of our classes registers its name when it
-is defined.
+``label_smoothing_factor`` computes the loss itself, and shifts the labels only if the class is in
+``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES``. transformers adds no class that was loaded from a folder or
+the Hub, so each of our classes adds its name when it is defined.
 """
 
 import transformers
@@ -13,13 +12,13 @@ from transformers.models.auto import modeling_auto
 from .configuration_chatglm import TESTED_TRANSFORMERS
 
 
-def register_class_name(cls: type, kind: str, key: str | None = None) -> None:
+def add_to_mapping_names(cls: type, kind: str, key: str | None = None) -> None:
     """Add the name of ``cls`` to transformers' ``MODEL_FOR_{kind}_MAPPING_NAMES``.
 
     Args:
         kind: The middle of the list's name, such as "CAUSAL_LM".
-        key: The key of the entry. Default: the class name. As this is not a model type, entries of
-            other models of type "chatglm" remain, and no Auto class finds this entry.
+        key: The key of the entry. Default: the class name. transformers' keys are model types, so
+            this default replaces no entry, and no Auto class finds it.
 
     Raises:
         ImportError: The installed transformers has no such list.

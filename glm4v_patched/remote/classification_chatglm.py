@@ -9,14 +9,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cache_metadata import cached_length
-from .image_layout import running_max
+from .image_layout import exportable_cummax
 from .keywords import CACHE_KEYWORD, cache_kwarg, resolve_return_dict
 from .sharding import refuse_split_model
 
 # A name's suffix lists the tensor's dimensions: hidden_BRD is (B, R, D).
 # Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
 
-# Keywords of the decoder that a classifier refuses, because they are about single tokens.
+# Keywords of the decoder that a classifier refuses, because they describe single tokens.
 PER_TOKEN_KWARGS = ("prompt_length", "shift_labels")
 
 
@@ -28,9 +28,9 @@ class SequenceScoringMixin(nn.Module):
     score: nn.Module
     loss_function: Any
     _check_keywords: Any
-    # The loss is a mean over samples, which a Trainer has to average over accumulated batches.
-    # Without this attribute a Trainer would conclude from **options that forward divides the loss
-    # by num_items_in_batch.
+    # The loss is a mean over samples, which the Trainer has to average over accumulated batches.
+    # Without this attribute, the Trainer takes **options in forward as a sign that forward divides
+    # the loss by num_items_in_batch.
     accepts_loss_kwargs = False
 
     def forward(
@@ -55,8 +55,8 @@ class SequenceScoringMixin(nn.Module):
                 sequence count as padding, as in transformers' own models. A batch of one sequence
                 needs no mask if ``config.pad_token_id`` is None.
             labels: ``(B,)``: a class for each sequence, or a value if ``num_labels`` is 1.
-                ``(B, num_labels)``: several classes or values for each sequence, as
-                ``config.problem_type`` or the dtype says.
+                ``(B, num_labels)``: several classes or values for each sequence.
+                ``config.problem_type``, or by default the dtype, decides which.
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
@@ -68,7 +68,7 @@ class SequenceScoringMixin(nn.Module):
         if self.training:
             refuse_split_model(self)
         cache, return_dict = options.pop("cache", None), options.pop("return_dict", None)
-        attention_mask, past_key_values, images = self.transformer._resolve_positional(
+        attention_mask, past_key_values, images = self.transformer._resolve_positional_args(
             attention_mask, past_key_values, cache, images
         )
         if attention_mask is None and input_ids is not None:
@@ -119,7 +119,7 @@ class SequenceScoringMixin(nn.Module):
             shape = input_ids.shape[0], past_length + input_ids.shape[1]
             return torch.ones(shape, dtype=torch.long, device=input_ids.device)
         is_token = input_ids != self.config.pad_token_id
-        precedes_token = running_max(is_token.long().flip(1)).flip(1)
+        precedes_token = exportable_cummax(is_token.long().flip(1)).flip(1)
         return F.pad(precedes_token, (past_length, 0), value=1)
 
     def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Configuration of glm-4v, with the field names of the published ``config.json``.
 
-A field that has the same value in every glm-4v checkpoint (:data:`FIXED_FIELDS`) is refused with
-any other value, because the model does not implement it.
+Some fields have the same value in every glm-4v checkpoint (:data:`FIXED_FIELDS`). Any other value
+is refused, because the model does not implement it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -45,32 +45,32 @@ def check_transformers(installed: str) -> None:
 check_transformers(transformers.__version__)
 
 
-# The attention implementations that a config may name. Flash attention is not one of them, because
-# transformers downloads it from the Hub if its package is not installed.
+# The attention implementations that a config file may name. Flash attention is not one of them: if
+# its package is not installed, transformers downloads it from the Hub.
 BUILT_IN_ATTENTION = {"eager", "sdpa", "flex_attention"}
 # Quantization methods for which a tested transformers downloads kernels from the Hub.
 QUANTIZERS_WITH_HUB_KERNELS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
 
 
-def refuse_fetched_code(values: dict, source: str = "config.json") -> None:
+def refuse_remote_code(values: dict, source: str = "config.json") -> None:
     """Raise ``ValueError`` for a setting that makes transformers download and run code.
 
     Args:
-        values: Settings; dicts in them are searched, too.
+        values: Settings. Nested dicts are searched, too.
         source: Name of the file or object that has ``values``, for messages.
     """
     for key, value in values.items():
-        fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
-        fetches |= key == "quant_method" and value in QUANTIZERS_WITH_HUB_KERNELS
+        runs_code = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
+        runs_code |= key == "quant_method" and value in QUANTIZERS_WITH_HUB_KERNELS
         # compressed-tensors imports a name of the form "file.py:class".
-        fetches |= key in ("format", "type") and ":" in str(value)
+        runs_code |= key in ("format", "type") and ":" in str(value)
         if str(key).endswith(("_implementation", "_implementation_internal")):
             names = [*value.values()] if isinstance(value, dict) else [value]
             built_in = {None, *BUILT_IN_ATTENTION}
-            fetches = any(str(n).removeprefix("paged|") not in map(str, built_in) for n in names)
-        elif isinstance(value, dict) and not fetches:
-            refuse_fetched_code(value, f"{source}: {key}")
-        if fetches:
+            runs_code = any(str(n).removeprefix("paged|") not in map(str, built_in) for n in names)
+        elif isinstance(value, dict) and not runs_code:
+            refuse_remote_code(value, f"{source}: {key}")
+        if runs_code:
             raise ValueError(
                 f"{source} has {key} {value!r}, which would download and run code of others; "
                 f"transformers' own attention is {', '.join(sorted(BUILT_IN_ATTENTION))}: "
@@ -97,8 +97,8 @@ def refuse_nonfinite(values: Mapping | Sequence, source: str) -> None:
             )
 
 
-# Upper limits of sizes in a config, far above those of any model. A model with one size at its
-# limit is built on the meta device in about 15 s.
+# Upper limits on sizes in a config, far above those of any model. Building a model with one size at
+# its limit takes about 15 s on the meta device.
 MAX_CONFIG_SIZES = {
     "num_layers": 1_000,
     "padded_vocab_size": 2**24,
@@ -139,10 +139,10 @@ def _is_label_key(key: Any) -> bool:
     return str(key).isascii() and str(key).isdigit()
 
 
-# A function that returns whether a value is valid, and a description of valid values for errors.
+# A function that returns whether a value is valid, and a description of valid values for messages.
 ValueCheck = tuple[Callable[[Any], bool], str]
 DTYPE_NAMES = ("auto", "float64", "float32", "float16", "bfloat16")
-# Checks of settings, by a name for the type of setting.
+# Checks of settings, by the name of a type.
 VALUE_CHECKS: dict[str, ValueCheck] = {
     "flag": (_is_instance_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
@@ -176,7 +176,7 @@ VALUE_CHECKS: dict[str, ValueCheck] = {
         lambda value: value is None or str(value).removeprefix("torch.") in DTYPE_NAMES,
         f"null or one of {', '.join(DTYPE_NAMES)}",
     ),
-    "option": (_is_instance_of(bool, type(None)), "true, false or null"),
+    "optional_flag": (_is_instance_of(bool, type(None)), "true, false or null"),
 }
 
 
@@ -184,8 +184,6 @@ def check_setting_types(
     values: Mapping, checks: Mapping[str, str | int | ValueCheck], source: str
 ) -> None:
     """Raise ``ValueError`` for a setting of the wrong type or size.
-
-    transformers would try to build a model of any size, even of a billion layers.
 
     Args:
         values: Settings by name.
@@ -209,8 +207,7 @@ def check_setting_types(
 def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     """Run :func:`refuse_nonfinite` on options of generation.
 
-    Two infinite options are accepted: any ``max_time``, and a ``sequence_bias`` of minus infinity,
-    which bans its sequence.
+    ``max_time`` may be infinite, and a ``sequence_bias`` minus infinity.
     """
     checked = {name: value for name, value in values.items() if name != "max_time"}
     biases = checked.pop("sequence_bias", None) or ()
@@ -219,14 +216,13 @@ def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{source}: sequence_bias")
 
 
-def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
+def filter_auto_map(auto_map: dict | None, saved: str | None) -> dict:
     """Return the entries of an ``auto_map`` that name classes of this code.
 
     Args:
-        auto_map: Maps names of Auto classes to references ``module.Class`` to code that
-            transformers loads for them.
-        saved: Name of the Auto class of the object that is being saved. Its entry is kept in any
-            case, because transformers wrote it.
+        auto_map: For each Auto class the ``module.Class`` that transformers loads.
+        saved: Name of the Auto class of the object that is being saved. transformers wrote its
+            entry, so it is always kept.
     """
     entries = (auto_map if isinstance(auto_map, dict) else {}).items()
     normalized = {key: [*value] if isinstance(value, tuple) else value for key, value in entries}
@@ -238,7 +234,7 @@ def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
 
 
 def log_unknown(names: Iterable, file: str) -> None:
-    """Log, in one line, the names of unknown settings, which are not saved."""
+    """Log the names of unknown settings, which are not saved."""
     if names := [f"{name!r:.60}" for name in names]:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         logging.get_logger().warning(
@@ -271,9 +267,8 @@ def require_adapter_support(name_or_path, options: dict, are_adapters: bool = Fa
     """Raise ``ImportError``, before weights are read, if adapters cannot be loaded.
 
     Args:
-        name_or_path: A model, which may have adapters in its folder; with ``are_adapters``, the
-            adapters themselves.
-        options: Keywords of ``from_pretrained``, which may name adapters.
+        name_or_path: A model, whose folder may contain adapters; with ``are_adapters``, adapters.
+        options: Keywords of ``from_pretrained``, which may contain the path of adapters.
     """
     if (problem := find_adapter_problem()) is None:
         return
@@ -290,8 +285,8 @@ def require_adapter_support(name_or_path, options: dict, are_adapters: bool = Fa
         )
 
 
-# The id of an image's inner tokens in expanded prompts: <|begin_of_video|> in glm-4v-9b, see
-# ChatGLMProcessor.image_token.
+# The id of the tokens between an image's begin and end in expanded prompts: <|begin_of_video|> of
+# glm-4v-9b (ChatGLMProcessor.image_token).
 IMAGE_TOKEN_ID = 151341
 
 # The auto_map of every saved model: for each Auto class the module.Class that transformers loads.
@@ -329,18 +324,17 @@ def _known_quantization_keys(quantization_config: dict) -> dict:
 
 
 def _model_auto_map(auto_map: dict | None) -> dict:
-    """Return our ``auto_map``, but keep ``repository--module.Class`` references to our classes.
+    """Return our ``auto_map``, but keep references ``repository--module.Class`` to our classes.
 
-    Such a reference names the repository that has the code, if the config's folder has only
-    weights.
+    Such a reference means that the config's folder has no code and another repository has it.
     """
     references = {
         name: value
         for name, value in (auto_map or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
-    # The published code's config class has the same name as ours, so that a reference to this class
-    # alone may mean the published code.
+    # If the only reference is AutoConfig's, it may mean the published code, whose config class has
+    # the same name as ours.
     return AUTO_MAP | (references if references.keys() - {"AutoConfig"} else {})
 
 
@@ -348,8 +342,10 @@ def _model_auto_map(auto_map: dict | None) -> dict:
 class EVA2CLIPVisionConfig:
     """The ``vision_config`` of a glm-4v, validated.
 
-    ``patch_size`` and ``image_size`` are sides of squares in pixels. ``num_positions`` counts
-    patches and the class token. Image features are divided by ``scaling_factor``.
+    Args:
+        patch_size, image_size: Sides of squares, in pixels.
+        num_positions: Number of patches plus one (the class token).
+        scaling_factor: Divisor of the image features.
     """
 
     hidden_size: int = 1792
@@ -366,7 +362,7 @@ class EVA2CLIPVisionConfig:
     scaling_factor: float = 8
 
     def __post_init__(self):
-        check_setting_types(vars(self), VISION_SETTINGS, "vision_config")
+        check_setting_types(vars(self), VISION_FIELD_CHECKS, "vision_config")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} is not a multiple of num_heads "
@@ -385,8 +381,8 @@ class EVA2CLIPVisionConfig:
             )
         if self.layer_norm_eps < 0 or not self.scaling_factor:
             raise ValueError(
-                f"vision_config: layer_norm_eps is {self.layer_norm_eps}, and scaling_factor "
-                f"{self.scaling_factor}; expected 0 or more, and another number than 0"
+                f"vision_config: layer_norm_eps is {self.layer_norm_eps}, expected 0 or more, and "
+                f"scaling_factor is {self.scaling_factor}, expected a number other than 0"
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(
@@ -448,8 +444,8 @@ DEFAULTS = FIXED_FIELDS | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
-# The settings of transformers' base class that are saved for a glm-4v. The other settings of that
-# class name classes, or are options of generation, which have their own file.
+# The settings of transformers' base class that are saved for a glm-4v. Its other settings name
+# classes, or belong in generation_config.json.
 TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "architectures",
     "auto_map",
@@ -469,36 +465,40 @@ TRANSFORMERS_FIELDS: tuple[str, ...] = (
 )
 SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *TRANSFORMERS_FIELDS}
 # Each setting's check for check_setting_types: its size limit, or a check for its default's type.
-CHECK_OF_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
-MODEL_SETTINGS: dict[str, str | int] = {
-    name: CHECK_OF_TYPE[type(default)]
+CHECK_BY_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
+MODEL_FIELD_CHECKS: dict[str, str | int] = {
+    name: CHECK_BY_TYPE[type(default)]
     for name, default in DEFAULTS.items()
     if default is not None and name not in FIXED_FIELDS
 }
-MODEL_SETTINGS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
-MODEL_SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
-VISION_SETTINGS: dict[str, str | int] = {
-    field.name: CHECK_OF_TYPE[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
+MODEL_FIELD_CHECKS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
+MODEL_FIELD_CHECKS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
+VISION_FIELD_CHECKS: dict[str, str | int] = {
+    field.name: CHECK_BY_TYPE[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
-VISION_SETTINGS |= MAX_VISION_SIZES
-GENERAL_SETTINGS = {
+VISION_FIELD_CHECKS |= MAX_VISION_SIZES
+GENERAL_FIELD_CHECKS = {
     "architectures": "texts",
     "auto_map": "object",
     "chunk_size_feed_forward": "number",
 }
-GENERAL_SETTINGS |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
-GENERAL_SETTINGS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
-GENERAL_SETTINGS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
-GENERAL_SETTINGS |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
-GENERAL_SETTINGS |= {"problem_type": "text", "transformers_version": "text"}
-# The model classes that a config file may name: ours and those of the published code.
+GENERAL_FIELD_CHECKS |= {
+    "id2label": "labels",
+    "label2id": "object",
+    "quantization_config": "object",
+}
+GENERAL_FIELD_CHECKS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
+GENERAL_FIELD_CHECKS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "optional_flag")
+GENERAL_FIELD_CHECKS |= dict.fromkeys(("output_hidden_states", "return_dict"), "optional_flag")
+GENERAL_FIELD_CHECKS |= {"problem_type": "text", "transformers_version": "text"}
+# The model classes that a config file may name.
 KNOWN_ARCHITECTURES = {reference.rpartition(".")[2] for reference in AUTO_MAP.values()}
 KNOWN_ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
-# Attributes in which transformers looks for the config of a model's decoder.
+# Attributes in which transformers looks for the decoder's config.
 TEXT_CONFIG_NAMES = ("decoder", "generator", "text_config", "text_encoder")
 KV_HEADS_ALIAS = "num_key_value_heads"
 # The keyword in which transformers' pipelines pass their task to from_pretrained.
-PIPELINE_TASK = "_from_pipeline"
+FROM_PIPELINE = "_from_pipeline"
 # The base class of transformers 4 overwrites these fields with its own defaults.
 COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
@@ -510,15 +510,15 @@ class ChatGLMConfig(PretrainedConfig):
     ``original_rope``.
 
     Args:
-        original_rope: Rotate pairs of neighboring channels, as glm-4v does. ``False``, as in
-            cogagent-9b's file, pairs channels of the two halves of the rotated channels.
-        rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype, as
-            the published code does and as the weights were trained.
+        original_rope: Rotate pairs of neighboring channels (interleaved), as glm-4v does.
+            ``False``, as in cogagent-9b's file, rotates halves (GPT-NeoX style).
+        rope_in_fp32: Keep the rotary cosines and sines in fp32. ``False`` rounds them to the
+            model's dtype, as the published code does.
         skip_logits: In training with labels, compute only the loss, in chunks of
             ``loss_chunk_size`` supervised tokens; the output's ``logits`` is then ``None``.
         initializer_range: Standard deviation of randomly initialized weights.
-        image_token_id: The id of an image's inner tokens in expanded prompts, for trainers that
-            count these tokens; the model accepts any id between begin and end. ``None`` if the
+        image_token_id: The id of the tokens between an image's begin and end in expanded prompts,
+            for trainers that count these tokens. The model accepts any id there. ``None`` if the
             vocabulary is too small.
     """
 
@@ -536,18 +536,18 @@ class ChatGLMConfig(PretrainedConfig):
     _auto_class = "AutoConfig"
 
     def __init__(self, vision_config=None, image_token_id=None, **kwargs):
-        check_setting_types({"vision_config": vision_config}, GENERAL_SETTINGS, "config.json")
+        check_setting_types({"vision_config": vision_config}, GENERAL_FIELD_CHECKS, "config.json")
         for alias, name in self.attribute_map.items():
             if alias not in kwargs:
                 continue
             value = kwargs.pop(alias)
-            # to_dict writes both names of this field. Callers change the alias, so the alias wins.
+            # to_dict writes both names of this field. The alias wins, because callers change it.
             if alias == KV_HEADS_ALIAS:
                 kwargs[name] = value
             if kwargs.setdefault(name, value) != value:
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
-        check_setting_types(kwargs, MODEL_SETTINGS, "config.json")
+        check_setting_types(kwargs, MODEL_FIELD_CHECKS, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
@@ -556,7 +556,7 @@ class ChatGLMConfig(PretrainedConfig):
         if image_token_id is None and self.padded_vocab_size > IMAGE_TOKEN_ID:
             image_token_id = IMAGE_TOKEN_ID
         self.image_token_id = image_token_id
-        # The published file has a plain dict here, which vLLM and others index.
+        # A plain dict, as in the published file, because vLLM and others index it.
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
         self._refuse_unsupported()
         kwargs["auto_map"] = _model_auto_map(kwargs.get("auto_map"))
@@ -566,10 +566,9 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> "ChatGLMConfig":
-        """Convert a config of another class to this one.
+        """Convert a config of the published code's class or of vLLM's to this class.
 
-        That class may be the published code's, or the one of vLLM, which vLLM registers for the
-        whole process. A config of this class is returned as it is.
+        A config of this class is returned as it is.
 
         Raises:
             ValueError: ``config`` is not a glm-4v's.
@@ -585,7 +584,7 @@ class ChatGLMConfig(PretrainedConfig):
             )
         own = cls.from_dict(values)
         for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
-            if name in vars(config):  # to_dict converts the first to a dict and drops the others
+            if name in vars(config):  # to_dict drops these, or converts them to a dict
                 setattr(own, name, getattr(config, name))
         if config._attn_implementation is not None:
             own._attn_implementation = config._attn_implementation
@@ -595,12 +594,12 @@ class ChatGLMConfig(PretrainedConfig):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load a config as transformers does, and store a pipeline's task in it.
 
-        The model's ``from_pretrained`` reads the task from this attribute, which is never saved.
+        The model's ``from_pretrained`` reads the task from there. It is never saved.
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        if kwargs.get(PIPELINE_TASK) is not None:
+        if kwargs.get(FROM_PIPELINE) is not None:
             config = loaded[0] if isinstance(loaded, tuple) else loaded
-            setattr(config, PIPELINE_TASK, kwargs[PIPELINE_TASK])
+            setattr(config, FROM_PIPELINE, kwargs[FROM_PIPELINE])
         return loaded
 
     @classmethod
@@ -616,11 +615,11 @@ class ChatGLMConfig(PretrainedConfig):
             plain_types = (bool, int, str, type(None))
             return name in TEXT_CONFIG_NAMES or not isinstance(default, plain_types)
 
-        refuse_fetched_code(config_dict)
+        refuse_remote_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
-        check_setting_types(config_dict, GENERAL_SETTINGS, "config.json")
-        # Keys that would overwrite attributes of the class, such as methods; null values of them
-        # are dropped. num_labels is a property that a config file may set.
+        check_setting_types(config_dict, GENERAL_FIELD_CHECKS, "config.json")
+        # Refuse keys that would overwrite class attributes, such as methods, and drop them if they
+        # are null. num_labels is a class attribute, too, but a config file may set it.
         class_attributes = [
             name
             for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"}
@@ -672,11 +671,11 @@ class ChatGLMConfig(PretrainedConfig):
         # peft reads this alias from the dict.
         heads = {KV_HEADS_ALIAS: self.multi_query_group_num}
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
-        values.pop(PIPELINE_TASK, None)
+        values.pop(FROM_PIPELINE, None)
         return values
 
     def to_diff_dict(self) -> dict:
-        """Return the settings to save: those of glm-4v, without a few that have their defaults."""
+        """Return the settings of glm-4v to save, without a few that have their default values."""
         values = {
             k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS
         }
@@ -697,7 +696,8 @@ class ChatGLMConfig(PretrainedConfig):
     def rotary_distance(self) -> int:
         """Distance between the two channels of a rotated pair.
 
-        It is 1, or if ``original_rope`` is false half of the rotated channels (as in GPT-NeoX).
+        With ``original_rope`` it is 1 (interleaved pairs), else half of the rotated channels
+        (GPT-NeoX style).
         """
         return 1 if self.original_rope else self.kv_channels // 4
 

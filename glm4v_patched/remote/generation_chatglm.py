@@ -1,9 +1,9 @@
 """The model's side of transformers' ``generate``.
 
-``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded positions.
-So this module expands the prompt itself, before the prefill (the pass that fills the cache). In
-decode steps the host never waits for the device: it computes their inputs from the
-:class:`ExpandedPrompt` and the number of generated tokens.
+``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded positions. So
+this module expands the prompt before the prefill, the pass that fills the cache. Decode steps need
+no device sync, because their inputs depend only on the :class:`ExpandedPrompt` and the number of
+generated tokens.
 """
 
 from copy import copy
@@ -24,7 +24,7 @@ from .cache_metadata import (
     static_cache_len,
 )
 from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
-from .image_checks import UnexpandedBatch, check_position
+from .image_checks import InputBatch, check_position
 from .image_layout import ExpandedBatch, expand_image_placeholders
 from .keywords import (
     CACHE_KEYWORD,
@@ -35,21 +35,21 @@ from .keywords import (
     check_overridden_methods,
     drop_generate_kwargs,
     overrides_generation,
-    raise_interface_error,
+    raise_with_versions,
     resolve_cache,
 )
 from .masks import decode_mask
 
-# The sizes of static caches are rounded up to a multiple of this number on devices where generate
+# Sizes of static caches are rounded up to a multiple of this number on devices where generate
 # compiles decode steps, because every size needs its own compilation.
 STATIC_CACHE_MULTIPLE = 64
-DEVICES_WITHOUT_COMPILATION = ("cpu",)  # generate compiles there only if the caller asks for it
+DEVICES_WITHOUT_COMPILATION = ("cpu",)  # where generate does not compile by default
 
-# A name's suffix lists the tensor's dimensions: new_ids_BN is (B, N).
-# Shapes: B sequences, L length of input_ids, R expanded length, N new tokens, K keys of the cache.
+# A name's suffix lists the tensor's dimensions: new_ids_BQ is (B, Q).
+# Shapes: B sequences, L length of input_ids, R expanded length, Q new tokens, K keys of the cache.
 
 
-def known_options(generation_config: GenerationConfig) -> GenerationConfig:
+def keep_known_options(generation_config: GenerationConfig) -> GenerationConfig:
     """Return a copy for saving, with only the options that transformers defines; log the others."""
     known = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
@@ -62,7 +62,7 @@ def known_options(generation_config: GenerationConfig) -> GenerationConfig:
 class ChatGLMGenerationMixin(GenerationMixin):
     """Mixin that adds generation to a model whose decoder is its ``transformer``."""
 
-    # The name of this class has to contain "GenerationMixin", by which transformers recognizes it.
+    # transformers looks for "GenerationMixin" in the names of base classes.
 
     config: ChatGLMConfig
     transformer: Any
@@ -96,9 +96,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ) -> dict:
         """Prepare the inputs of ``forward`` for the tokens that are not in the cache yet.
 
-        For a prefill, this method expands image placeholders and slices off the cached part. Once
-        ``expanded_prompt`` is in the cache, it prepares decode steps: it then expands nothing and
-        does not wait for the device, and with a static cache all steps have the same shapes.
+        For a prefill, this method expands image placeholders and slices off the cached part. If
+        the cache has ``expanded_prompt``, it prepares a decode step, without a device sync. With a
+        static cache, all decode steps have the same shapes.
 
         Args:
             prompt_length: Number of columns of ``input_ids`` that are (unexpanded) prompt.
@@ -115,7 +115,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 and cache is None
                 and forwarded.get("use_cache")
             ):
-                raise_interface_error(
+                raise_with_versions(
                     f"generate passed no cache after {expanded_prompt.num_generated(input_ids)} "
                     "generated tokens although use_cache=True, so every token would recompute the "
                     "whole sequence: pass use_cache=False if that is intended, or the cache as "
@@ -127,7 +127,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             if num_uncached and cache is not None:
                 inputs = self._decode_inputs(expanded_prompt, input_ids, cache, num_uncached)
                 return forwarded | inputs
-        batch = UnexpandedBatch(input_ids, attention_mask, position_ids)
+        batch = InputBatch(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
             images_by_name = {"pixel_values": pixel_values, "images": images}
             is_first = kwargs.get("is_first_iteration")
@@ -138,17 +138,15 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return cache_kwarg(cache) | inputs | forwarded
 
     def _inputs_from_embeds(
-        self, batch: UnexpandedBatch, inputs_embeds, images_by_name: dict, cache, is_first
+        self, batch: InputBatch, inputs_embeds, images_by_name: dict, cache, is_first
     ) -> dict[str, Any]:
-        """Return the inputs of a pass over embeddings, or over the id that was generated last."""
+        """Return the inputs of a pass over embeddings, or over the last generated id."""
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
-        # Before the first generated token there are no ids, unless the caller passed ids beside the
-        # embeddings.
+        # Without generated tokens, input_ids has no columns, or ids that the caller also passed.
         if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
-            # As everywhere in transformers, inputs_embeds covers the whole sequences, with their
-            # cached part.
+            # As everywhere in transformers, inputs_embeds includes the cached part.
             num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
             if num_new < 1:
                 raise ValueError(
@@ -158,14 +156,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
             inputs["input_ids"] = batch.input_ids[:, -num_new:]
-        # generate's own position_ids count every cached image token, so they are used only if the
-        # cache's metadata does not tell the position id.
+        # position_ids from generate count every cached image token, so the cache's metadata, if
+        # there is any, takes precedence.
         if batch.position_ids is not None and find_metadata(cache, past_length) is None:
             inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
 
     def _inputs_from_ids(
-        self, batch: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
+        self, batch: InputBatch, images, cache, prompt_length, expanded_prompt
     ) -> dict[str, Any]:
         """Return the inputs of a prefill: the expanded ids after the cache, and their images."""
         past_length = cached_length(cache)
@@ -176,7 +174,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 batch = batch._replace(position_ids=expanded_prompt.position_ids)
             expanded = self._expand_batch(batch, images, past_length, prompt_length)
         length = expanded.input_ids.shape[1]
-        # A cache may be longer than the sequences, because peft's virtual tokens have no ids.
+        # peft's virtual tokens have cache entries but no ids, so the cache may be longer.
         first = min(past_length, length - 1)
         inputs = {
             "input_ids": expanded.input_ids[:, first:],
@@ -188,27 +186,27 @@ class ChatGLMGenerationMixin(GenerationMixin):
         }
         if prompt_length is not None:
             num_generated = batch.input_ids.shape[1] - prompt_length
-            # The number of uncached prompt positions; forward takes 0 for a decode step.
+            # The number of uncached prompt positions, which is 0 in a decode step.
             inputs["prompt_length"] = length - num_generated - past_length
         return inputs
 
     def _expand_batch(
         self,
-        batch: UnexpandedBatch,
+        batch: InputBatch,
         images: Tensor | None,
         past_length: int,
         prompt_length: int | None,
     ) -> ExpandedBatch:
-        """Expand whole sequences, of which ``past_length`` expanded positions are cached."""
+        """Expand sequences that include the cached part, of ``past_length`` expanded positions."""
         if batch.attention_mask is None:
-            # transformers 5 drops a mask of ones. A mask is needed, because sequences may expand to
-            # different lengths, and because position ids without a mask mean packed sequences.
+            # transformers 5 drops a mask of ones. Here, position ids without a mask would mean
+            # packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
         positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
         batch = batch._replace(position_ids=positions, num_cached=past_length)
         num_images = 0 if images is None else len(images)
-        image_format = self.transformer.image_format
-        return expand_image_placeholders(batch, image_format, num_images, prompt_length)
+        prompt_format = self.transformer.prompt_format
+        return expand_image_placeholders(batch, prompt_format, num_images, prompt_length)
 
     def _decode_inputs(
         self, prompt: ExpandedPrompt, input_ids: Tensor, cache: Cache, num_uncached: int
@@ -217,22 +215,22 @@ class ChatGLMGenerationMixin(GenerationMixin):
         num_generated = prompt.num_generated(input_ids)
         length = self._checked_length(prompt, cache, num_generated)
         past_length = length - num_uncached
-        # A copy is needed, because a slice has the strides of input_ids. They change in each step,
-        # which would then be compiled anew.
-        new_ids_BN = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
+        # A slice has the strides of input_ids, whose change in each step would cause recompilation.
+        new_ids_BQ = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
-            "input_ids": new_ids_BN,
+            "input_ids": new_ids_BQ,
             "position_ids": prompt.decode_position_ids(num_generated, num_uncached),
             "attention_mask": prompt.padding_mask(length),
             CACHE_KEYWORD: cache,
             "prompt_length": 0,  # all of these tokens are generated
         }
         if is_static(cache):
-            embeds_BN0 = torch.empty(
-                (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
+            # decode_mask reads only the first two sizes, the dtype and the device.
+            embeds_BQ0 = torch.empty(
+                (*new_ids_BQ.shape, 0), dtype=self.dtype, device=input_ids.device
             )
             padding_mask = prompt.padding_mask(static_cache_len(cache) or length)
-            mask = decode_mask(self.config, embeds_BN0, padding_mask, cache, past_length)
+            mask = decode_mask(self.config, embeds_BQ0, padding_mask, cache, past_length)
             inputs["attention_mask"] = mask
             if NEEDS_CACHE_POSITION:
                 columns = torch.arange(past_length, length, device=input_ids.device)
@@ -257,13 +255,12 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Turn the inputs of one decode step into those of the next, in place.
 
         Args:
-            inputs: From :meth:`prepare_inputs_for_generation`, and changed by each call since.
+            inputs: From :meth:`prepare_inputs_for_generation`, and advanced by earlier calls.
             new_ids_B1: ``(B, 1)``, the newest generated tokens.
             num_generated: Number of tokens generated so far, including the newest.
 
         Returns:
-            Whether ``inputs`` were advanced. Without a static cache and a 4D mask they stay as they
-            are.
+            Whether ``inputs`` were advanced, which needs a static cache and a 4D mask.
         """
         cache, mask = inputs[CACHE_KEYWORD], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -290,14 +287,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # Image ids are never generated, because a trainer would take them for images that were
-        # lost. Only an empty suppress_tokens allows them. This processor comes first, so that top-k
-        # and the like see its result. It stays apart from transformers' own processor for
-        # suppress_tokens, because a caller's processor of the same class replaces that one.
+        # Suppress image ids, because in training they would be image ids without an image. An empty
+        # suppress_tokens allows them. This processor comes before top-k and the like. It is not
+        # merged with the one for suppress_tokens, because a caller's processor of the same class
+        # replaces that one.
         suppressed = generation_config.suppress_tokens
         if suppressed is None or len(suppressed):
-            # generate passes the device of its ids. (self.device is "meta" if weights are
-            # offloaded.)
+            # generate passes the device of its ids. self.device may be "meta" (offloaded weights).
             device = str(options.get("device", self.device))
             image_ids = self._image_token_ids()
             processors.insert(0, SuppressTokensLogitsProcessor(image_ids, device=device))
@@ -309,7 +305,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ):
         """Repeat sequences, each with its images, for beams or several answers."""
         if model_kwargs.get(OTHER_CACHE_KEYWORD) is not None:
-            raise_interface_error(
+            raise_with_versions(
                 f"generate was given {OTHER_CACHE_KEYWORD}: pass the cache as {CACHE_KEYWORD}"
             )
         images = self.transformer._stack_images(
@@ -317,19 +313,18 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         embeds = model_kwargs.get("inputs_embeds")
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Nothing has been generated yet, so all ids are prompt. (An assistant model may be
-            # called with a prompt_length.)
+            # All ids are prompt, unless an assistant model was called with a prompt_length.
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
             prompt = self._expand_prompt(input_ids, images, model_kwargs)
         elif images is not None and expand_size > 1:
-            ids = self.transformer._placeholder_ids(embeds, len(images))
+            ids = self.transformer._ids_of_embeds(embeds, len(images))
             prompt = self._expand_prompt(ids, images, model_kwargs | {"prompt_length": None})
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
-            if sum(counts) == len(images):  # otherwise all images are cached, and none is needed
+            if sum(counts) == len(images):  # else all images are cached, and none is read
                 per_sequence = images.split(counts)
                 images = torch.cat([group.repeat(expand_size, 1, 1, 1) for group in per_sequence])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
@@ -351,7 +346,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
         prompt_length = model_kwargs["prompt_length"]
-        batch = UnexpandedBatch(input_ids, mask, positions)
+        batch = InputBatch(input_ids, mask, positions)
         expanded = self._expand_batch(batch, images, past_length, prompt_length)
         if expanded.has_padding:
             assert expanded.attention_mask is not None
@@ -385,7 +380,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         prompt = model_kwargs.get("expanded_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
-            # The last generated token needs no position id, because no pass reads it.
+            # The last generated token needs no position id, because it is not processed.
             max_generated = self.config.seq_length - prompt.batch.last_position
             greatest_length = prompt.input_ids.shape[1] + max_generated
             if generation_config.max_length > greatest_length:
@@ -408,7 +403,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         def get_candidates_within_length(input_ids, *arguments, **options):
             candidates, logits = get_candidates(input_ids, *arguments, **options)
-            # The forward pass that verifies the candidates generates one more token.
+            # Verifying the candidates generates one more token.
             max_candidates_length = max(generation_config.max_length - 1, input_ids.shape[1])
             if logits is not None:
                 logits = logits[:, : max_candidates_length - input_ids.shape[1]]
@@ -419,7 +414,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
 
 def _extend_position_ids(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Extend position ids to ``length``: generate of transformers 4 passes only the prompt's."""
+    """Extend position ids to ``length``, because transformers 4 passes only the prompt's."""
     if position_ids is None or position_ids.shape[1] >= length:
         return position_ids
     steps = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
@@ -431,7 +426,8 @@ def _uncached_images(
 ) -> Tensor | None:
     """Return the images that begin after the cached part.
 
-    ``images`` are the images of the whole sequences, or already only the uncached images.
+    Args:
+        images: All images of the sequences, or already only the uncached ones.
 
     Raises:
         ValueError: The cache ends inside an image.
@@ -442,19 +438,14 @@ def _uncached_images(
     is_begin = (batch.input_ids.cpu() == begin_id) & image_mask
     columns = torch.arange(is_begin.shape[1])
     is_cut = image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
-    image_starts = (is_begin | is_cut).nonzero()
-    columns_and_cuts = torch.cat(
-        (image_starts[:, 1:], is_cut[image_starts.unbind(1)][:, None]), dim=1
-    ).tolist()
-    if any(cut for _, cut in columns_and_cuts):
+    if is_cut.any():
         raise ValueError(
             f"the cache ends at position {past_length}, inside an image, which must be cached "
             "completely or not at all: crop before the image (assistant models and prompt lookup "
             "crop by unexpanded tokens: give them expanded prompts, as this model's processor "
             "makes them)"
         )
-    uncached = [i for i, (column, _) in enumerate(columns_and_cuts) if column >= past_length]
-    if not uncached:
+    is_uncached = is_begin.nonzero()[:, 1] >= past_length
+    if not is_uncached.any():
         return None
-    are_all_images = len(images) == len(image_starts) and len(uncached) < len(image_starts)
-    return images[uncached] if are_all_images else images
+    return images if is_uncached.all() or len(images) != len(is_uncached) else images[is_uncached]

@@ -11,47 +11,47 @@ from torch import Tensor
 # Shapes: B sequences, L length of input_ids, P number of cached positions.
 
 
-class ImageFormat(NamedTuple):
-    """The ids that mark images in a sequence, and the limits that a batch is checked against."""
+class PromptFormat(NamedTuple):
+    """The ids that mark images in a prompt, and the model's limits on prompts."""
 
     begin_id: int
     end_id: int
-    num_image_tokens: int  # inner tokens of an image, without begin and end
+    num_image_tokens: int  # tokens between an image's begin and end, its "inner tokens"
     vocab_size: int
     max_positions: int  # position ids are below this number
 
 
-class UnexpandedBatch(NamedTuple):
-    """A batch as it was passed to the model, its image placeholders unexpanded or expanded.
+class InputBatch(NamedTuple):
+    """A batch as it was passed to the model, of unexpanded or expanded prompts.
 
     Attributes:
         input_ids: ``(B, L)`` int64.
         attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask, for an expanded
             prompt.
-        position_ids: ``(B, L)`` or ``(1, L)``. In an expanded prompt the inner tokens of an image
-            may share one position id, or be counted one by one (as by a collator that does not know
-            about images). Where position ids restart at 0, a new packed sample begins; a mask of
-            ones beside them is ignored.
+        position_ids: ``(B, L)`` or ``(1, L)``. The inner tokens of an expanded image may share one
+            position id, or each have its own (from a collator that does not know about images).
+            Where position ids restart at 0, a new packed sample begins. A mask of ones is then
+            ignored.
         labels: ``(B, L)`` int64.
-        label_after: ``(B, 1)`` int64, the label of the token that would follow ``input_ids``.
+        last_shift_label: ``(B, 1)`` int64, the label that the last token predicts.
         past_length: ``P``, the number of cached positions before ``input_ids``.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached: Number of expanded positions of ``input_ids`` itself that are cached already.
-            (``past_length`` is then 0, because ``input_ids`` has the whole sequences.)
+        num_cached: If ``input_ids`` has the cached part, too (``past_length`` is then 0): the
+            number of cached positions, counted after expansion.
     """
 
     input_ids: Tensor
     attention_mask: Tensor | None = None
     position_ids: Tensor | None = None
     labels: Tensor | None = None
-    label_after: Tensor | None = None
+    last_shift_label: Tensor | None = None
     past_length: int = 0
     next_position: Tensor | None = None
     num_cached: int = 0
 
 
-def check_shapes(batch: UnexpandedBatch) -> None:
+def check_shapes(batch: InputBatch) -> None:
     """Raise ``ValueError`` for a tensor whose shape does not match ``input_ids``."""
     if batch.input_ids.ndim != 2 or not batch.input_ids.numel():
         nesting_hint = (
@@ -73,7 +73,7 @@ def check_shapes(batch: UnexpandedBatch) -> None:
             "mask itself"
         )
     for name, values in (("position_ids", batch.position_ids), ("labels", batch.labels)):
-        # In a graph, sizes are symbols, so whole shapes are compared instead of sizes.
+        # Whole shapes are compared, because single sizes are symbols in a graph.
         if values is None or values.shape == batch.input_ids.shape:
             continue
         if name == "position_ids" and values.shape == (1, length):
@@ -81,13 +81,13 @@ def check_shapes(batch: UnexpandedBatch) -> None:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)} but input_ids {(batch_size, length)}: give "
             "one for every input id (the label of an unsupervised token is -100); the model "
-            "expands image placeholders, and all of these with them, itself"
+            f"expands image placeholders itself, and {name} with them"
         )
 
 
-# Names of the statistics that only batches with labels, position_ids, a mask or a cache have.
-OPTIONAL_STATS = ["smallest_label", "largest_label", "labels_inside", "starts_inside"]
-OPTIONAL_STATS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "steps_back"]
+# Statistics that only batches with labels, position_ids, a mask or a cache have.
+OPTIONAL_STATS = ["smallest_label", "largest_label", "labels_inside", "zeros_inside"]
+OPTIONAL_STATS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "decreases"]
 
 
 def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
@@ -98,8 +98,8 @@ def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
 
 def assert_in_graph(
     stats: dict[str, Tensor],
-    batch: UnexpandedBatch,
-    image_format: ImageFormat,
+    batch: InputBatch,
+    prompt_format: PromptFormat,
     num_images: int,
     may_expand: bool,
 ) -> dict[str, int]:
@@ -111,22 +111,22 @@ def assert_in_graph(
     Returns:
         The statistics that every valid batch has, and the worst case for those that vary.
     """
-    last_id = image_format.vocab_size - 1
+    last_id = prompt_format.vocab_size - 1
     expected: dict = {"begins": num_images, "ends": num_images, "pairs": num_images}
     expected |= {"inner_length": 1, "unknown_positions": 0, "wrong_mask_values": 0}
-    expected |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
+    expected |= {"restarts": 0, "decreases": 0, "zeros_inside": 0}
     length = batch.input_ids.shape[1]
     if may_expand:
-        length = cast(int, stats["length"].item())  # a symbol, with the next line's bound
+        length = cast(int, stats["length"].item())  # a symbol, for which _check sets a bound
         torch._check(length >= 3)
     else:
         expected["length"] = length
-    # A batch without a mask gets one if its sequences may expand to different lengths. A packed
-    # batch must not get a mask, so its sequences must expand to equal lengths.
+    # If sequences may expand to different lengths, a batch without a mask gets one. A packed batch
+    # must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
         expected["shortest"], has_equal_lengths = stats["length"], True
-    is_valid = stats["last_position"] < image_format.max_positions
+    is_valid = stats["last_position"] < prompt_format.max_positions
     for name, value in expected.items():
         if name in stats:
             is_valid = is_valid & (stats[name] == value)
@@ -139,32 +139,33 @@ def assert_in_graph(
         "prompts, as this model's processor makes them), it has begin- or end-of-image ids without "
         "a partner, or another problem that the same call without compilation reports",
     )
-    # The number of masked positions and the first text-only column are unknown: assume the worst.
-    known = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
-    known |= {"length": length, "shortest": length if has_equal_lengths else 0}
-    return known | {"text_only_from": length, "masked": int("masked" in stats)}
+    # "text_start" and "masked" are unknown: assume images to the end, and padding if there is a
+    # mask.
+    host_stats = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
+    host_stats |= {"length": length, "shortest": length if has_equal_lengths else 0}
+    return host_stats | {"text_start": length, "masked": int("masked" in stats)}
 
 
 def check_images(
-    stats: dict[str, int], image_format: ImageFormat, num_images: int, num_cached: int
+    stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached: int
 ) -> None:
-    """Raise ``ValueError`` unless image placeholders and images match in number and form."""
+    """Raise ``ValueError`` if the ids of images are invalid, or not as many as the images."""
     begins, ends, pairs = stats["begins"], stats["ends"], stats["pairs"]
     if not begins == ends == pairs:
         raise ValueError(
-            f"input_ids has {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
-            f"end-of-image ids ({image_format.end_id}), which form {pairs} pairs: every begin "
+            f"input_ids has {begins} begin-of-image ids ({prompt_format.begin_id}) and {ends} "
+            f"end-of-image ids ({prompt_format.end_id}), which form {pairs} pairs: every begin "
             "needs its end later in the same sequence; was a sequence truncated inside an image?"
         )
     if stats["inner_length"] != 1:
         raise ValueError(
             f"an image has {stats['inner_length']} ids between its begin and its end, but takes 1 "
-            f"(a placeholder to be expanded here) or {image_format.num_image_tokens} (expanded "
+            f"(a placeholder to be expanded here) or {prompt_format.num_image_tokens} (expanded "
             "already, at this model's image_size)"
         )
     uncached = stats["pairs_after_cache"]
-    # The caller may pass the images of the whole sequences, or only those after the cache. If all
-    # images are cached, the model reads none of them.
+    # The caller may pass all images or only those after the cache. If all images are cached, the
+    # model reads none, and the caller may pass fewer.
     are_all_cached = num_cached > 0 and not uncached and num_images <= pairs
     if num_images not in (pairs, uncached) and not are_all_cached:
         raise ValueError(
@@ -175,9 +176,9 @@ def check_images(
 
 def check_batch_values(
     stats: dict[str, int],
-    batch: UnexpandedBatch,
+    batch: InputBatch,
     padding_mask: Tensor | None,
-    image_format: ImageFormat,
+    prompt_format: PromptFormat,
     num_items_in_batch: Tensor | int | None,
 ) -> None:
     """Raise ``ValueError`` for ids, labels, masks or position ids that the model cannot take."""
@@ -186,10 +187,10 @@ def check_batch_values(
         ("label", "labels has", "give an id of the vocabulary, or -100 for an unsupervised token"),
     ):
         smallest, largest = stats[f"smallest_{kind}"], stats[f"largest_{kind}"]
-        offender = smallest if smallest < 0 else largest
-        if not 0 <= offender < image_format.vocab_size:
+        extreme = smallest if smallest < 0 else largest
+        if not 0 <= extreme < prompt_format.vocab_size:
             raise ValueError(
-                f"{subject} {offender}, but the vocabulary has {image_format.vocab_size} entries: "
+                f"{subject} {extreme}, but the vocabulary has {prompt_format.vocab_size} entries: "
                 f"{cure}"
             )
     if padding_mask is not None and stats["wrong_mask_values"]:
@@ -199,14 +200,14 @@ def check_batch_values(
             "(padding) and 1: give 0 and 1; packed sequences have no mask but position_ids that "
             "restart at 0 with each sample"
         )
-    if stats["starts_inside"]:
+    if stats["zeros_inside"]:
         raise ValueError(
-            f"position_ids are 0 at {stats['starts_inside']} tokens between the begin and the end "
+            f"position_ids are 0 at {stats['zeros_inside']} tokens between the begin and the end "
             "of an image, where they have to continue from the begin: leave position_ids out, or "
             "compute them from a mask that is 1 inside images"
         )
-    restarts, masked = stats["restarts"] + stats["steps_back"], stats["masked"]
-    if stats["steps_back"] or (restarts and (masked or batch.past_length)):
+    restarts, masked = stats["restarts"] + stats["decreases"], stats["masked"]
+    if stats["decreases"] or (restarts and (masked or batch.past_length)):
         raise ValueError(
             f"position_ids restart {restarts} times within sequences whose attention_mask has "
             f"{masked} zeros, after {batch.past_length} cached positions: packing needs no cache, "
@@ -218,15 +219,15 @@ def check_batch_values(
             f"{stats['unknown_positions']} sequences of the cache are not as this model filled "
             "them, so their next position id is unknown: give position_ids"
         )
-    check_position(stats["last_position"], image_format.max_positions)
+    check_position(stats["last_position"], prompt_format.max_positions)
     if stats["labels_inside"] and num_items_in_batch is not None:
-        _check_divisor(stats["labels_inside"], batch.labels, int(num_items_in_batch))
+        _check_num_items_in_batch(stats["labels_inside"], batch.labels, int(num_items_in_batch))
 
 
-def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
-    """Raise ``ValueError`` if a Trainer may have counted labels inside images in the divisor.
+def _check_num_items_in_batch(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
+    """Raise ``ValueError`` if ``num_items_in_batch`` may count labels inside images.
 
-    The loss ignores these labels. Counting all labels needs another transfer from the device.
+    The loss ignores these labels.
     """
     assert labels is not None
     num_labels = int((labels[:, 1:] != -100).sum())

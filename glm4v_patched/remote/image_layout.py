@@ -2,7 +2,7 @@
 
 A begin id and an end id mark an image. In an unexpanded prompt (the form of the published code) one
 placeholder id is between them. In an expanded prompt (which our processor makes) one id for each of
-the image's inner tokens is between them. The rest of the model computes expanded prompts only.
+the image's inner tokens is between them. The rest of the model takes expanded prompts only.
 
 An image takes ``num_image_tokens + 2`` tokens but only three position ids: its begin has ``p``, all
 of its inner tokens share ``p + 1``, and its end has ``p + 2``.
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .image_checks import (
-    ImageFormat,
-    UnexpandedBatch,
+    InputBatch,
+    PromptFormat,
     assert_in_graph,
     check_batch_values,
     check_images,
@@ -35,13 +35,13 @@ class ExpandedBatch(NamedTuple):
         image_mask: ``(B, R)`` bool, true from begin to end of an image, both included.
         attention_mask: ``(B, P + R)``, or the 4D mask that was passed; ``None`` if not needed.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and at the first token of a
-            sequence or packed sample. ``(B, R + 1)`` if ``UnexpandedBatch.label_after`` was passed.
+            sequence or packed sample. ``(B, R + 1)`` if ``InputBatch.last_shift_label`` was passed.
         packed_position_ids: ``(B, R)``, for packed sequences only: the index of each token in its
             sample (inner tokens of an image are counted one by one).
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
-        text_only_from: Index of a column. From it on, every sequence is text, and its position ids
-            increase by 1. It is 0 if this holds for all columns and they continue the cache.
+        text_start: First column from which on every sequence is text whose position ids increase
+            by 1. It is 0 only if the text also continues the position ids of the cache.
     """
 
     input_ids: Tensor
@@ -52,20 +52,20 @@ class ExpandedBatch(NamedTuple):
     packed_position_ids: Tensor | None
     last_position: int
     has_padding: bool
-    text_only_from: int
+    text_start: int
 
 
 class _ImageSpans(NamedTuple):
     """Masks ``(B, L)`` of images. An image is a begin id and the next end id, without another begin
     id between them."""
 
-    begin_ids: Tensor  # all begin ids of the prompt, also those without an end
-    end_ids: Tensor  # all end ids of the prompt, also those without a begin
-    is_begin: Tensor  # begin ids that have an end
-    is_inside: Tensor  # ids between begin and end
-    is_end: Tensor  # end ids of images with at least one inner id
+    is_begin_id: Tensor  # all begin ids of the prompt, also those without an end
+    is_end_id: Tensor  # all end ids of the prompt, also those without a begin
+    is_image_begin: Tensor  # begin ids that have an end
+    is_inner: Tensor  # ids between begin and end
+    is_image_end: Tensor  # end ids of images with at least one inner id
     is_placeholder: Tensor  # the only id between begin and end
-    inner_length: Tensor  # int64, read at begin ids: the number of ids before the next marker
+    inner_length: Tensor  # int64, for each begin id: the number of ids before the next marker
 
 
 class _BatchAnalysis(NamedTuple):
@@ -80,8 +80,8 @@ class _BatchAnalysis(NamedTuple):
 
 
 def expand_image_placeholders(
-    batch: UnexpandedBatch,
-    image_format: ImageFormat,
+    batch: InputBatch,
+    prompt_format: PromptFormat,
     num_images: int,
     prompt_length: int | None = None,
     num_items_in_batch: Tensor | int | None = None,
@@ -110,11 +110,11 @@ def expand_image_placeholders(
     check_shapes(batch)
     device = batch.input_ids.device
     batch = _move_inputs(batch, device if torch.compiler.is_compiling() else torch.device("cpu"))
-    spans = _find_images(batch.input_ids, image_format, prompt_length)
-    analysis = _analyze_batch(batch, spans, image_format, num_images)
+    spans = _find_image_spans(batch.input_ids, prompt_format, prompt_length)
+    analysis = _analyze_batch(batch, spans, prompt_format, num_images)
     stats, labels = analysis.stats, batch.labels
-    check_images(stats, image_format, num_images, batch.num_cached)
-    check_batch_values(stats, batch, analysis.padding_mask, image_format, num_items_in_batch)
+    check_images(stats, prompt_format, num_images, batch.num_cached)
+    check_batch_values(stats, batch, analysis.padding_mask, prompt_format, num_items_in_batch)
     padding_mask = analysis.padding_mask
     attention_mask = batch.attention_mask if padding_mask is None else padding_mask
     is_packed = batch.position_ids is not None and not batch.past_length
@@ -125,23 +125,23 @@ def expand_image_placeholders(
         analysis = analysis._replace(padding_mask=None, current_mask=None)
     if labels is not None:
         starts = _find_starts(analysis.positions, analysis.current_mask, is_packed)
-        ignored_labels = spans.is_inside | starts
+        ignored_labels = spans.is_inner | starts
         labels = labels.masked_fill(ignored_labels, -100)
     expanded = ExpandedBatch(
         input_ids=batch.input_ids,
         position_ids=analysis.positions,
-        image_mask=spans.is_inside | spans.is_begin | spans.is_end,
+        image_mask=spans.is_inner | spans.is_image_begin | spans.is_image_end,
         attention_mask=attention_mask,
         labels=labels,
         packed_position_ids=None,
         last_position=stats["last_position"],
         has_padding=attention_mask is not None and stats["masked"] > 0,
-        text_only_from=stats["text_only_from"],
+        text_start=stats["text_start"],
     )
     if analysis.may_expand:
         expanded = _expand(expanded, analysis, batch.past_length, is_packed)
-    if expanded.labels is not None and batch.label_after is not None:
-        labels = torch.cat((expanded.labels, batch.label_after), dim=1)
+    if expanded.labels is not None and batch.last_shift_label is not None:
+        labels = torch.cat((expanded.labels, batch.last_shift_label), dim=1)
         expanded = expanded._replace(labels=labels)
     if is_packed:
         packed_position_ids = _count_within_samples(expanded.position_ids)
@@ -154,7 +154,7 @@ def _move_inputs(batch: Any, device: torch.device) -> Any:
     moved = {}
     for name, values in batch._asdict().items():
         if isinstance(values, Tensor) and values.ndim == 2:
-            dtype = torch.long if name.startswith("label") else values.dtype
+            dtype = torch.long if "label" in name else values.dtype
             moved[name] = values.to(device, dtype)
     return batch._replace(**moved)
 
@@ -173,16 +173,16 @@ def _expand(
         )
     ends = analysis.repeats.cumsum(dim=1)
     num_padding = length - ends[:, -1:]
-    # ``source`` is, for each expanded column, the column of its id in input_ids. This is the number
-    # of ids whose expanded tokens end before the column. (searchsorted would compute the same, but
-    # wake all threads for a few ids.)
+    # For each expanded column the column of its id in input_ids, which is the number of ids whose
+    # expanded tokens end before that column. (searchsorted computes the same, but is slower for a
+    # few ids, because it starts all threads.)
     is_end_column = ends.new_zeros(ends.shape[0], length + 1)
     is_end_column.scatter_(1, ends + num_padding, 1)
-    source = is_end_column.cumsum(dim=1)[:, :-1]
+    source_columns = is_end_column.cumsum(dim=1)[:, :-1]
     is_padding = torch.arange(length, device=input_ids.device) < num_padding
 
     def expand(values: Tensor, fill) -> Tensor:
-        return values.gather(1, source).masked_fill(is_padding, fill)
+        return values.gather(1, source_columns).masked_fill(is_padding, fill)
 
     padding_mask = analysis.padding_mask
     is_uneven = stats["shortest"] != length
@@ -200,90 +200,94 @@ def _expand(
     return batch._replace(
         input_ids=expand(input_ids, 0),
         position_ids=expand(batch.position_ids, 0),
-        image_mask=batch.image_mask.gather(1, source) & ~is_padding,
+        image_mask=batch.image_mask.gather(1, source_columns) & ~is_padding,
         attention_mask=padding_mask,
         labels=None if batch.labels is None else expand(batch.labels, -100),
         has_padding=padding_mask is not None and (is_uneven or stats["masked"] > 0),
     )
 
 
-def _find_images(
-    input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
+def _find_image_spans(
+    input_ids: Tensor, prompt_format: PromptFormat, prompt_length: int | None = None
 ) -> _ImageSpans:
     """Find images by their begin and end ids, in the first ``prompt_length`` columns."""
     batch_size, length = input_ids.shape
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     is_prompt = columns < (length if prompt_length is None else prompt_length)
-    begin_ids = (input_ids == image_format.begin_id) & is_prompt
-    end_ids = (input_ids == image_format.end_id) & is_prompt
-    is_marker = begin_ids | end_ids
-    # A marker is a begin or end id. A row of ``markers`` lists -1, the columns of all markers, and
-    # ``length``. Columns without a marker are scattered to the last entry, which is read only if
-    # every column is a marker.
-    count = is_marker.cumsum(dim=1)
-    markers = count.new_full((batch_size, length + 2), length)
+    is_begin_id = (input_ids == prompt_format.begin_id) & is_prompt
+    is_end_id = (input_ids == prompt_format.end_id) & is_prompt
+    is_marker = is_begin_id | is_end_id
+    # ``markers`` has for each sequence: -1, the columns of all markers (begin and end ids) in
+    # order, then ``length``. (Other columns are written to the last entry, which is not read.)
+    num_markers = is_marker.cumsum(dim=1)
+    markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
-    markers.scatter_(1, count.masked_fill(~is_marker, length + 1), columns)
-    last, following = markers.gather(1, count), markers.gather(1, count + 1)
-    # Where no marker precedes, ``last`` is clamped to column 0; where none follows, ``following``
-    # is clamped to the last column. The clamped column has no marker, or is the column itself.
-    follows_begin = begin_ids.gather(1, last.clamp(min=0))
-    precedes_end = end_ids.gather(1, following.clamp(max=length - 1))
+    markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
+    # For each column the last marker up to it (-1 if there is none), and the next marker after it
+    # (``length`` if there is none). Clamping these two values cannot find another marker.
+    last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
+    follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
+    precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
 
-    is_begin = begin_ids & precedes_end
-    is_inside = ~is_marker & follows_begin & precedes_end
-    inner_length = following - columns - 1
+    is_image_begin = is_begin_id & precedes_end
+    is_inner = ~is_marker & follows_begin & precedes_end
+    inner_length = next_marker - columns - 1
     return _ImageSpans(
-        begin_ids=begin_ids,
-        end_ids=end_ids,
-        is_begin=is_begin,
-        is_inside=is_inside,
-        is_end=end_ids & _shift_right(is_inside),
-        is_placeholder=_shift_right(is_begin & (inner_length == 1)),
+        is_begin_id=is_begin_id,
+        is_end_id=is_end_id,
+        is_image_begin=is_image_begin,
+        is_inner=is_inner,
+        is_image_end=is_end_id & _shift_right(is_inner),
+        is_placeholder=_shift_right(is_image_begin & (inner_length == 1)),
         inner_length=inner_length,
     )
 
 
 def _count_positions(input_ids, position_ids, current_mask, past_length, next_position) -> Tensor:
-    """Return the position ids that were passed, or count them by the mask, after the cache's."""
+    """Return the position ids that were passed, or count one for each id that is not padding.
+
+    Counting starts at ``next_position``, by default at ``past_length``.
+    """
     if position_ids is not None:
         return position_ids.expand_as(input_ids)
     if current_mask is None:
-        counted = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        counts = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     else:
-        counted = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return counted + (past_length if next_position is None else next_position)
+        counts = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return counts + (past_length if next_position is None else next_position)
 
 
 def _recount_positions(position_ids, attention_mask, current_mask, spans: _ImageSpans) -> Tensor:
-    """Recount the position ids of sequences whose mask has 0 inside images.
+    """Recount position ids that were computed from a mask with 0 inside images.
 
-    If the placeholder is the padding id, ``generate`` makes such a mask, and position ids from it.
+    ``generate`` makes such a mask, and position ids from it, if the placeholder is the padding id.
     """
     from_mask = attention_mask.long().cumsum(dim=1) - 1
     is_padding = attention_mask == 0
     is_from_mask = ((position_ids == from_mask) | is_padding).all(dim=1, keepdim=True)
-    is_from_mask &= (is_padding & spans.is_inside).any(dim=1, keepdim=True)
+    is_from_mask &= (is_padding & spans.is_inner).any(dim=1, keepdim=True)
     recounted = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return torch.where(is_from_mask, recounted, position_ids)
 
 
-def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
+def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     """Give all inner tokens of an expanded image one position id, unless they share one already."""
-    is_extra = spans.is_inside & _shift_right(spans.is_inside)
-    is_step = torch.diff(counted, prepend=counted[:, :1], dim=1) == 1
-    surplus = (is_extra & is_step).long().cumsum(dim=1)
-    surplus_of_earlier_samples = running_max(surplus.masked_fill(counted != 0, 0))
-    return (counted - surplus + surplus_of_earlier_samples).clamp(min=0)
+    # Subtract from each position id the number of increases between inner tokens before it. Those
+    # of earlier packed samples do not count, because position ids restart at 0 in each sample.
+    is_after_inner = spans.is_inner & _shift_right(spans.is_inner)
+    increases = torch.diff(position_ids, prepend=position_ids[:, :1], dim=1) == 1
+    excess = (is_after_inner & increases).long().cumsum(dim=1)
+    excess_of_earlier_samples = exportable_cummax(excess.masked_fill(position_ids != 0, 0))
+    return (position_ids - excess + excess_of_earlier_samples).clamp(min=0)
 
 
-def _find_starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -> Tensor:
+def _find_starts(positions: Tensor, current_mask: Tensor | None, is_packed: bool) -> Tensor:
     """Mark the first tokens of sequences and packed samples, which no token predicts."""
     starts = torch.zeros_like(positions, dtype=torch.bool)
     starts[:, 0] = True
     if current_mask is not None:
         starts |= _shift_right(current_mask == 0)
-    if packed:
+    if is_packed:
         starts |= positions == 0
     return starts
 
@@ -291,125 +295,129 @@ def _find_starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -
 def _count_within_samples(positions: Tensor) -> Tensor:
     """Count the tokens of each packed sample from 0."""
     columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    return columns - running_max(columns.masked_fill(positions != 0, 0))
+    return columns - exportable_cummax(columns.masked_fill(positions != 0, 0))
 
 
 def _analyze_batch(
-    batch: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, num_images: int
+    batch: InputBatch, spans: _ImageSpans, prompt_format: PromptFormat, num_images: int
 ) -> _BatchAnalysis:
     """Compute masks, position ids and statistics, and copy the statistics to the host."""
     input_ids, past_length = batch.input_ids, batch.past_length
     attention_mask, position_ids = batch.attention_mask, batch.position_ids
     padding_mask = current_mask = None
     if attention_mask is not None and attention_mask.ndim == 2:
-        current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inside, 1)
+        current_mask = attention_mask[:, past_length:].masked_fill(spans.is_inner, 1)
         padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
         if position_ids is not None and not past_length:
             position_ids = _recount_positions(position_ids, attention_mask, current_mask, spans)
-    counted = _count_positions(
+    initial_positions = _count_positions(
         input_ids, position_ids, current_mask, past_length, batch.next_position
     )
-    positions = _share_image_positions(counted, spans)
-    repeats = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
+    positions = _share_image_positions(initial_positions, spans)
+    repeats = torch.where(spans.is_placeholder, prompt_format.num_image_tokens, 1)
 
     ends = repeats.cumsum(dim=1)
     length, shortest = ends[:, -1].max(), ends[:, -1].min()
-    ends = ends + length - ends[:, -1:]  # the expanded column after each id
+    expanded_ends = ends + length - ends[:, -1:]  # the expanded column after each id
     stats = {"length": length, "shortest": shortest, "last_position": positions.max()}
-    is_break = _find_breaks(batch, spans, positions)
+    interrupts_text = _find_text_interruptions(batch, spans, positions)
     if current_mask is not None:
-        is_break = is_break | (current_mask == 0)
-    stats["text_only_from"] = ends.masked_fill(~is_break, 0).max()
-    stats |= _image_stats(batch, spans, image_format, ends)
+        interrupts_text = interrupts_text | (current_mask == 0)
+    stats["text_start"] = expanded_ends.masked_fill(~interrupts_text, 0).max()
+    stats |= _image_stats(batch, spans, prompt_format, expanded_ends)
     stats |= _label_stats(batch, spans)
     if position_ids is not None:
-        after_begin = spans.is_inside | spans.is_end
-        stats["starts_inside"] = ((counted == 0) & after_begin).sum()
+        after_begin = spans.is_inner | spans.is_image_end
+        stats["zeros_inside"] = ((initial_positions == 0) & after_begin).sum()
     elif batch.next_position is not None:
         stats["unknown_positions"] = (batch.next_position < 0).sum()
     if padding_mask is not None and current_mask is not None:
         stats["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
         stats["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
-            stats |= _restart_stats(counted, current_mask)
+            stats |= _restart_stats(initial_positions, current_mask)
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded, if the shape of the batch has space for so many expanded images.
+    # prompts are expanded. A batch with fewer columns than its expanded images need breaks the
+    # graph, and is expanded outside of it.
     may_expand = torch.compiler.is_exporting() and num_images > 0
-    num_expanded = num_images * (image_format.num_image_tokens + 2)
-    may_be_expanded = may_expand or num_expanded <= input_ids.numel()
-    if torch.compiler.is_compiling() and may_be_expanded:
-        host_stats = assert_in_graph(stats, batch, image_format, num_images, may_expand)
+    num_image_columns = num_images * (prompt_format.num_image_tokens + 2)
+    if torch.compiler.is_compiling() and (may_expand or num_image_columns <= input_ids.numel()):
+        host_stats = assert_in_graph(stats, batch, prompt_format, num_images, may_expand)
     else:
         host_stats = stats_to_host(stats)
         may_expand = host_stats["length"] != input_ids.shape[1]
     return _BatchAnalysis(host_stats, may_expand, padding_mask, current_mask, positions, repeats)
 
 
-def _find_breaks(batch: UnexpandedBatch, spans: _ImageSpans, positions: Tensor) -> Tensor:
+def _find_text_interruptions(batch: InputBatch, spans: _ImageSpans, positions: Tensor) -> Tensor:
     """Mark all tokens of images, and text whose position id is not the previous one + 1."""
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     if not batch.past_length or batch.position_ids is not None:
-        steps[:, 0] = 0  # a break: it is unknown whether the first token continues the cache
-    return spans.is_inside | spans.is_begin | spans.is_end | (steps != 1)
+        steps[:, 0] = 0  # not 1, because the first token may not continue the cache
+    return spans.is_inner | spans.is_image_begin | spans.is_image_end | (steps != 1)
 
 
 def _image_stats(
-    batch: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
+    batch: InputBatch, spans: _ImageSpans, prompt_format: PromptFormat, expanded_ends: Tensor
 ) -> dict[str, Tensor]:
     """Compute statistics of ids, such as the numbers of begin and end ids and of images (pairs).
 
     Args:
-        ends: The expanded column after each id.
+        expanded_ends: The expanded column after each id.
     """
-    inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
-    # "inner_length" is the inner length that is furthest from 1; an expanded image counts as 1.
-    lengths = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
+    # Valid inner lengths are 1 and num_image_tokens. The statistic "inner_length" is 1 if all are
+    # valid, else an invalid one.
+    inner = spans.inner_length.masked_fill(~spans.is_image_begin, 1)
+    lengths = inner.masked_fill(inner == prompt_format.num_image_tokens, 1).flatten()
     return {
-        "begins": spans.begin_ids.sum(),
-        "ends": spans.end_ids.sum(),
-        "pairs": spans.is_begin.sum(),
-        "pairs_after_cache": (spans.is_begin & (ends > batch.num_cached)).sum(),
+        "begins": spans.is_begin_id.sum(),
+        "ends": spans.is_end_id.sum(),
+        "pairs": spans.is_image_begin.sum(),
+        "pairs_after_cache": (spans.is_image_begin & (expanded_ends > batch.num_cached)).sum(),
         "inner_length": lengths.gather(0, (lengths - 1).abs().argmax(keepdim=True)).squeeze(),
         "smallest_id": batch.input_ids.min(),
         "largest_id": batch.input_ids.max(),
     }
 
 
-def _label_stats(batch: UnexpandedBatch, spans: _ImageSpans) -> dict[str, Tensor]:
+def _label_stats(batch: InputBatch, spans: _ImageSpans) -> dict[str, Tensor]:
     """Compute the range of the supervised labels, and the number of labels inside images."""
     labels = batch.labels
     if labels is None:
         return {}
     all_labels = labels
-    if batch.label_after is not None:
-        all_labels = torch.cat((labels, batch.label_after), dim=1)
+    if batch.last_shift_label is not None:
+        all_labels = torch.cat((labels, batch.last_shift_label), dim=1)
     supervised = all_labels.masked_fill(all_labels == -100, 0)
     return {
         "smallest_label": supervised.min(),
         "largest_label": supervised.max(),
-        "labels_inside": ((labels != -100) & spans.is_inside).sum(),
+        "labels_inside": ((labels != -100) & spans.is_inner).sum(),
     }
 
 
-def _restart_stats(counted: Tensor, current_mask: Tensor) -> dict[str, Tensor]:
+def _restart_stats(position_ids: Tensor, current_mask: Tensor) -> dict[str, Tensor]:
     """Count how often position ids restart at 0, or decrease, from one token to the next."""
     is_token = current_mask != 0
-    columns = torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
-    last_token = running_max((columns + 1).masked_fill(~is_token, 0)) - 1
-    token_before = _shift_right(last_token, fill=-1)
-    before = counted.gather(1, token_before.clamp(min=0))
-    follows = is_token & (token_before >= 0)
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+    columns = columns.expand_as(position_ids)
+    last_token = exportable_cummax((columns + 1).masked_fill(~is_token, 0)) - 1
+    previous_token = _shift_right(last_token, fill=-1)
+    previous_position = position_ids.gather(1, previous_token.clamp(min=0))
+    has_previous, is_zero = is_token & (previous_token >= 0), position_ids == 0
     return {
-        "restarts": (follows & (counted == 0)).sum(),
-        "steps_back": (follows & (counted < before) & (counted != 0)).sum(),
+        "restarts": (has_previous & is_zero).sum(),
+        "decreases": (has_previous & ~is_zero & (position_ids < previous_position)).sum(),
     }
 
 
-def running_max(values: Tensor) -> Tensor:
-    """Return the running maximum of ``(B, L)`` values, which must not decrease except to 0."""
+def exportable_cummax(values: Tensor) -> Tensor:
+    """Return ``cummax`` of ``(B, L)`` values, also in an export to ONNX, which has no cummax.
+
+    Apart from zeros, the values must not decrease along a sequence.
+    """
     if not torch.compiler.is_exporting():
         return values.cummax(dim=1).values
-    # ONNX has no cummax.
     count = (values > 0).cumsum(dim=1)
     positive_values = values.new_zeros(values.shape[0], values.shape[1] + 1)
     positive_values = positive_values.scatter(1, count.masked_fill(values == 0, 0), values)
@@ -417,5 +425,5 @@ def running_max(values: Tensor) -> Tensor:
 
 
 def _shift_right(values: Tensor, fill: int = False) -> Tensor:
-    # Pad before slicing: a graph with ``values[:, :-1]`` in it does not run on sequences of 2 ids.
+    # Pad before slicing, because a graph with ``values[:, :-1]`` fails on sequences of 2 ids.
     return torch.nn.functional.pad(values, (1, 0), value=fill)[:, :-1]

@@ -1,9 +1,9 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is that of the published code: PIL bicubic resize to a square without keeping the
-aspect ratio, division by 255, normalization with the CLIP constants, float32, channels first. The
-pixels do not depend on the form in which an image is passed (:func:`as_image`); an image that can
-be read in several ways is refused.
+aspect ratio, division by 255, normalization with the CLIP constants, float32, channels first. An
+image may be passed in several forms (:func:`as_image`), which all give the same pixels. Ambiguous
+input is refused.
 """
 
 import base64
@@ -20,14 +20,14 @@ from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.image_utils import ImageInput
 from transformers.utils import is_vision_available
 
-from .configuration_chatglm import PROCESSOR_CLASS, log_unknown, own_auto_map
+from .configuration_chatglm import PROCESSOR_CLASS, filter_auto_map, log_unknown
 
 if is_vision_available():
     import PIL.Image
     import PIL.ImageOps
 
 PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as a number, because Pillow may not be installed
-EXIF_ORIENTATION = 0x0112  # the EXIF tag that says how the camera was held
+EXIF_ORIENTATION = 0x0112  # the EXIF tag "Orientation"
 FETCH_TIMEOUT_SECONDS = 60
 MAX_FETCHED_BYTES = 256 * 2**20
 # Suffixes of Pillow's raw modes with 16 bits per channel. ("BGR;16" has 16 bits per pixel.)
@@ -36,7 +36,7 @@ PILLOW_16_BIT_SUFFIXES = (";16B", ";16L", ";16N")
 
 SAVED_IMAGE_PROCESSOR_FIELDS = {"image_processor_type", "size", "patch_size", "resample"}
 SAVED_IMAGE_PROCESSOR_FIELDS |= {"do_convert_rgb", "image_mean", "image_std"}
-# Attributes that contain the name of the processor's class, in transformers 4 and 5.
+# The attribute with the name of the processor's class, in transformers 4 and in 5.
 PROCESSOR_CLASS_KEYS = ("_processor_class", "processor_class")
 
 
@@ -49,7 +49,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         patch_size: Side of a vision patch in pixels.
         resample: Pillow's number of the resampling filter.
         do_convert_rgb: Convert every image to RGB. The published code leaves that to the caller.
-        image_mean, image_std: A number for each channel, where pixel values range from 0 to 1.
+        image_mean, image_std: A number for each channel, for pixel values from 0 to 1.
     """
 
     model_input_names = ["pixel_values"]
@@ -94,7 +94,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         values = super().to_dict()
         own = {key: values[key] for key in SAVED_IMAGE_PROCESSOR_FIELDS if key in values}
         own |= {key: PROCESSOR_CLASS for key in PROCESSOR_CLASS_KEYS if values.get(key)}
-        if auto_map := own_auto_map(values.get("auto_map"), self._auto_class):
+        if auto_map := filter_auto_map(values.get("auto_map"), self._auto_class):
             own["auto_map"] = auto_map
         return own
 
@@ -112,8 +112,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
         Returns:
-            ``pixel_values``: float32 ``[number of images, 3, S, S]``, for nested lists in the order
-            of the flattened list.
+            ``pixel_values``: float32 ``[number of images, 3, S, S]``, in the order of the flattened
+            list.
 
         Raises:
             ValueError: An image cannot be read or is ambiguous, or is not RGB and
@@ -121,7 +121,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
-        flat = flat_images(images)
+        flat = flatten_images(images)
         if not flat:
             raise ValueError("0 images were given: give at least 1")
         side = self.size["height"]
@@ -145,8 +145,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             )
         size = (self.size["width"], self.size["height"])
         pixels = np.asarray(pil.resize(size, resample=self.resample))
-        # Values are divided by 255, because multiplication by 1 / 255 differs in the last bit. A
-        # lookup table of all 256 values takes a third of the time of computing every pixel.
+        # Multiplication by 1 / 255 would differ from the published code in the last bit. A lookup
+        # table of all 256 values takes a third of the time of computing every pixel.
         values = np.arange(256, dtype=np.float32) / np.float32(255)
         channels = zip(self.image_mean, self.image_std, strict=True)
         for channel, (mean, std) in enumerate(channels):
@@ -165,9 +165,9 @@ def as_image(image) -> "PIL.Image.Image":
             also to a PIL image.
 
     Raises:
-        ValueError: The image cannot be read, or it is unknown which value is white or which
-            dimension has the channels. (If a file has 16 bits in each of several channels, a PIL
-            image of it is refused only before its pixels are loaded; then it no longer shows this.)
+        ValueError: The image cannot be read, has more than 8 bits per channel, or it is unknown
+            which dimension has the channels. (After ``load``, a PIL image no longer shows that its
+            file has 16-bit color channels, so it is accepted.)
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
         image = _open_image(image)
@@ -206,7 +206,7 @@ def _open_image(source) -> "PIL.Image.Image":
 
 @contextmanager
 def _as_value_error(name: str) -> Iterator[None]:
-    """Turn any exception of Pillow, or of a download, into a ``ValueError`` that has ``name``."""
+    """Turn any exception into a ``ValueError`` whose message begins with ``name``."""
     try:
         yield
     except Exception as error:
@@ -224,7 +224,7 @@ class _HttpOnlyRedirects(urllib.request.HTTPRedirectHandler):
 
 def _fetch_image(url: str) -> bytes:
     """Download a file, up to a size and a time limit."""
-    # Some hosts refuse Python's default user agent.
+    # Some servers refuse Python's default user agent.
     request = urllib.request.Request(url, headers={"User-Agent": "transformers"})
     opener = urllib.request.build_opener(_HttpOnlyRedirects)
     with _as_value_error(url), opener.open(request, timeout=FETCH_TIMEOUT_SECONDS) as response:
@@ -245,9 +245,9 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
             f"{name} is {image.format}, which Pillow renders with another program: convert it to "
             "PNG"
         )
-    # This check comes before load(), with which Pillow forgets the file's raw mode.
+    # Check before load(), after which Pillow no longer has the file's raw mode.
     _refuse_high_bit_depth(name, _find_16_bit_mode(image))
-    with _as_value_error(name):  # Pillow decodes a file only here
+    with _as_value_error(name):  # load() decodes the file
         image.load()
         is_rotated = image.getexif().get(EXIF_ORIENTATION, 1) != 1
         image = PIL.ImageOps.exif_transpose(image) if is_rotated else image
@@ -256,7 +256,7 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
 
 
 def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
-    """Raise ``ValueError`` if there is a ``mode``, which then has more than 8 bits per channel."""
+    """Raise ``ValueError`` if ``mode``, a mode of more than 8 bits per channel, is not ``None``."""
     if mode is not None:
         raise ValueError(
             f"{name} has mode {mode!r}, with more than 8 bits, and it is unknown which value is "
@@ -319,10 +319,10 @@ def _to_uint8(array: np.ndarray) -> np.ndarray:
     )
 
 
-def flat_images(images) -> list:
+def flatten_images(images) -> list:
     """Return all images of nested lists, and of 4D arrays and tensors, as one list."""
     if isinstance(images, (list, tuple)):
-        return [image for item in images for image in flat_images(item)]
+        return [image for item in images for image in flatten_images(item)]
     return list(images) if getattr(images, "ndim", 0) == 4 else [images]
 
 

@@ -1,8 +1,8 @@
 """Keyword arguments that transformers passes to a model, under the names of each release.
 
 Releases rename keywords: since 5.24 the cache is called ``cache``, which was the name of another
-argument before. So a keyword is recognized by its name and the type of its value. An unknown
-keyword is an error, because dropping it silently would make generation slow or wrong.
+argument before. So both the name and the type of a keyword are checked. An unknown keyword is an
+error, because dropping it silently would make generation slow or wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)  # of this
 NEEDS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 
-def raise_interface_error(problem: str) -> NoReturn:
-    """Raise ``ValueError`` for an argument of an unexpected name or type, naming the versions."""
+def raise_with_versions(problem: str) -> NoReturn:
+    """Raise ``ValueError`` with a problem, the version of transformers and the tested versions."""
     raise ValueError(
         f"{problem} (transformers {TRANSFORMERS_VERSION}; this code is tested on "
         f"{TESTED_TRANSFORMERS}: if transformers passed the argument, "
@@ -68,14 +68,14 @@ def resolve_cache(past_key_values: Any, cache: Any) -> Cache | None:
         ValueError: Two different caches were passed, or a value that is not a ``Cache``.
     """
     if past_key_values is not None and cache is not None and past_key_values is not cache:
-        raise_interface_error(
+        raise_with_versions(
             f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
-            f"{type(cache).__name__} as cache, which are two names of one thing: give "
+            f"{type(cache).__name__} as cache, which are names of the same argument: give "
             f"{CACHE_KEYWORD}"
         )
     value = past_key_values if cache is None else cache
     if value is not None and not isinstance(value, Cache):
-        raise_interface_error(
+        raise_with_versions(
             f"{'cache' if value is cache else 'past_key_values'} is a {type(value).__name__}; give "
             "a Cache, e.g. transformers.DynamicCache()"
         )
@@ -105,8 +105,7 @@ def _is_bool(value: Any) -> bool:
 
 
 # Keywords of packed attention (where samples end, and the longest length), with type checks.
-# transformers 4.57 also passes "cache_position". It is accepted but not passed on, because the
-# cache implies it.
+# "cache_position", which transformers 4.57 also passes, is accepted but not passed to attention.
 ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
     "cu_seq_lens_k": _is_lengths,
     "cu_seq_lens_q": _is_lengths,
@@ -117,13 +116,12 @@ ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
 ATTENTION_KWARGS = tuple(ATTENTION_CHECKS)
 ATTENTION_CHECKS["cache_position"] = _is_lengths
 
-# Keywords of the model with a head that callers pass to the decoder, too, because they find them in
-# the model's signature (TRL's DistillationTrainer does). The decoder has no logits and ignores
-# them.
+# Keywords about logits, which the decoder ignores. TRL's DistillationTrainer passes them to the
+# decoder, because the complete model has these parameters.
 LOGITS_KWARGS = ("logits_to_keep", "return_last_logit", "skip_logits")
 
-# Keywords of generate's own state, which some version of generate passes in model_kwargs. forward
-# does not take them.
+# Keywords that generate, in some version, passes on to forward in model_kwargs. forward does not
+# take them.
 GENERATE_KWARGS: dict[str, Callable[[Any], bool]] = {
     # For stop_strings, and for an assistant model with another vocabulary.
     "tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
@@ -149,12 +147,12 @@ def check_forward_kwargs(kwargs: dict[str, Any], model: str, known: Sequence[str
     """Raise ``ValueError`` for a keyword that ``forward`` does not take.
 
     Args:
-        model: Name of the class that has ``forward``, for the message.
+        model: Name of the class, for the message.
         known: The parameter names of ``forward``. Keywords of attention are accepted, too.
     """
     for name, value in kwargs.items():
         if name not in known and name not in ATTENTION_CHECKS:
-            raise_interface_error(
+            raise_with_versions(
                 f"forward got an unexpected keyword {name}{_type_text(value)}: {model} takes "
                 f"{', '.join(known)}, and for attention {', '.join(ATTENTION_KWARGS)}"
             )
@@ -170,8 +168,8 @@ def select_attention_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, has_right_type in ATTENTION_CHECKS.items():
         if (value := kwargs.get(name)) is None:
             continue
-        lacks_partner = name.startswith("max_") and kwargs.get(f"cu_seq_lens{name[-2:]}") is None
-        if lacks_partner or not has_right_type(value):
+        lacks_lengths = name.startswith("max_") and kwargs.get(f"cu_seq_lens{name[-2:]}") is None
+        if lacks_lengths or not has_right_type(value):
             _raise_wrong_type("forward", name, value)
         if name in ATTENTION_KWARGS:
             attention[name] = value
@@ -192,7 +190,7 @@ def drop_generate_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _raise_wrong_type(function: str, name: str, value: Any) -> NoReturn:
-    raise_interface_error(
+    raise_with_versions(
         f"{function} got {name}{_type_text(value)}, which is not the type of value that {name} "
         "takes"
     )

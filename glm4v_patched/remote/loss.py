@@ -20,11 +20,11 @@ IGNORE_INDEX = -100
 def next_token_loss(
     logits_BLV: Tensor, labels_BL: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Compute the cross-entropy in fp32 of each position's logits and the next label.
+    """Compute the cross-entropy of each position's logits and the next label, in fp32.
 
     Args:
         logits_BLV: Any floating dtype.
-        labels_BL: int64 on any device, aligned with the logits (this function shifts them).
+        labels_BL: int64 on any device, unshifted.
         num_items_in_batch: The divisor of the summed loss: the number of supervised tokens in all
             micro-batches and processes. ``None``: the number in this batch.
 
@@ -53,7 +53,7 @@ def chunked_next_token_loss(
 
     indices, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
     hidden_chunks = hidden_BLD[indices].split(chunk_size)
-    # A batch without supervised tokens is one empty chunk, so that backward works for it, too.
+    # Without supervised tokens there is one empty chunk, so that backward works, too.
     total: Any = 0.0
     for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
         total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
@@ -66,7 +66,7 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
     Returns:
         ``((sequence, position), labels)``, each ``(S,)`` int64.
     """
-    # Pad before slicing: a graph with ``labels_BL[:, 1:]`` does not run on sequences of 2 ids.
+    # Pad before slicing, because a graph with ``labels_BL[:, 1:]`` fails on sequences of 2 ids.
     next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
     sequence, position = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
     return (sequence, position), next_labels[sequence, position]
@@ -107,7 +107,7 @@ class LogitsToKeep(NamedTuple):
         """Return the selected positions of ``(B, R)`` or ``(B, R, D)``."""
         return values_BR if self.columns is None else values_BR[:, self.columns]
 
-    def are_cut(self, labels: Tensor | None, inputs: Tensor | None) -> bool:
+    def labels_are_selected(self, labels: Tensor | None, inputs: Tensor | None) -> bool:
         """Return whether ``labels`` has only the selected positions, not all of ``inputs``.
 
         Raises:
@@ -120,13 +120,14 @@ class LogitsToKeep(NamedTuple):
         length, num_selected = inputs.shape[1], self.select(inputs).shape[1]
         if labels.shape[1] != num_selected:
             raise ValueError(
-                f"labels have {labels.shape[1]} positions and the sequences {length}, of which "
-                f"logits_to_keep keeps {num_selected}: give labels for all positions or for those"
+                f"labels have {labels.shape[1]} positions, but the sequences have {length} and "
+                f"logits_to_keep selects {num_selected}: give labels for all positions or for the "
+                "selected ones"
             )
         return True
 
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
-        """Return labels ``(B, L)`` for prediction: a selected position has the next one's label.
+        """Return shifted labels ``(B, L)``: each selected position has the label of the next one.
 
         All other positions have -100.
         """
@@ -141,12 +142,12 @@ class LogitsToKeep(NamedTuple):
     def check(
         self, inputs: Tensor | None, expanded_length: int, image_ids: Collection[int]
     ) -> None:
-        """Raise ``ValueError`` if expansion of the prompts makes the selection wrong.
+        """Raise ``ValueError`` if the selection does not fit the expanded prompts.
 
         Args:
             inputs: ``input_ids`` or ``inputs_embeds``, unexpanded.
             expanded_length: Length of the prompts after expansion.
-            image_ids: Ids that a selected position of an unexpanded prompt must not have.
+            image_ids: Ids that no selected position of an unexpanded prompt may have.
         """
         if self.columns is None or inputs is None:
             return
@@ -178,19 +179,21 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
     return total / max(num_items_in_batch, 1)
 
 
-def fuse_loss(layer: nn.Linear) -> nn.Linear:
+def fuse_cross_entropy(layer: nn.Linear) -> nn.Linear:
     """Replace ``forward`` of an output projection, so that it can also compute the loss in chunks.
 
-    The loss is part of the layer's ``forward``, so that a sharded weight is gathered once for all
-    chunks. Only this instance is changed, and its class stays ``nn.Linear``, by which quantizers
-    and exporters recognize it.
+    Because the loss is part of the layer's ``forward``, a sharded weight is gathered once for all
+    chunks. The layer's class stays ``nn.Linear``, which quantizers and exporters look for.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer
 
 
-def has_fused_loss(layer: nn.Module) -> bool:
-    """Return whether :func:`fuse_loss` changed the layer, even if accelerate wrapped it later."""
+def has_fused_cross_entropy(layer: nn.Module) -> bool:
+    """Return whether :func:`fuse_cross_entropy` changed the layer.
+
+    accelerate may have wrapped ``forward`` since.
+    """
     method = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
     return getattr(method, "__func__", None) is forward
 
@@ -204,8 +207,8 @@ def forward(
 ) -> Tensor:
     """Compute logits ``(..., V)``, or with labels the :func:`chunked_next_token_loss`.
 
-    This function has the name of the method that it replaces, because pickle restores a method by
-    its name: an unpickled layer has the ``forward`` of ``nn.Linear`` again.
+    This function has the name of the method that it replaces, because pickle restores methods by
+    name: an unpickled layer has the ``forward`` of ``nn.Linear`` again.
     """
     project = partial(type(layer).forward, layer)
     if labels_BL is None:

@@ -12,8 +12,8 @@ from .cache_metadata import cached_length, is_static, static_cache_len
 from .image_layout import ExpandedBatch
 from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, NEEDS_CACHE_POSITION
 
-# A name's suffix lists the tensor's dimensions: embeds_BND is (B, N, D).
-# Shapes: B sequences, R expanded length, D hidden size, N new tokens, K keys (the capacity of a
+# A name's suffix lists the tensor's dimensions: embeds_BQD is (B, Q, D).
+# Shapes: B sequences, R expanded length, D hidden size, Q new tokens, K keys (the capacity of a
 # static cache, or the length of any other cache).
 
 
@@ -28,9 +28,9 @@ def causal_mask(
     """
     mask, packed = batch.attention_mask, batch.packed_position_ids
     if past_length == 0:
-        cache = None  # the cache is empty, so the sequences attend to themselves alone
+        cache = None  # there are no cached keys to attend to
     if config._attn_implementation == "sdpa" and cache is None:
-        # Only sdpa may do without transformers' mask.
+        # sdpa is causal without a mask (is_causal).
         if packed is not None and not torch.compiler.is_exporting():
             return group_samples(packed)
         if mask is not None and mask.ndim == 2 and _is_right_padded(mask, batch.has_padding):
@@ -46,8 +46,8 @@ def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_le
         "config": config,
         "attention_mask": mask,
         CACHE_KEYWORD: cache,
-        # These are not the model's position ids, because transformers takes a repeated position id
-        # for the start of a sample.
+        # Not the model's position ids, because transformers starts a new packed sample at each
+        # repeated position id.
         "position_ids": packed_position_ids,
         embeds_keyword: embeds,
     }
@@ -58,16 +58,16 @@ def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_le
     return create_causal_mask(**arguments)  # a BlockMask for flex attention
 
 
-def decode_mask(config, embeds_BND, padding_mask, cache, past_length) -> Any:
-    """Make the mask for ``N`` generated tokens after a cache.
+def decode_mask(config, embeds_BQD, padding_mask, cache, past_length) -> Any:
+    """Make the mask for ``Q`` generated tokens after a cache.
 
     Args:
         padding_mask: ``(B, K)``, 0 at padding; ``None`` if there is no padding.
     """
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
-        return _transformers_mask(config, embeds_BND, padding_mask, None, cache, past_length)
-    num_new, device, max_length = embeds_BND.shape[1], embeds_BND.device, static_cache_len(cache)
+        return _transformers_mask(config, embeds_BQD, padding_mask, None, cache, past_length)
+    num_new, device, max_length = embeds_BQD.shape[1], embeds_BQD.device, static_cache_len(cache)
     mask = None
     # With a static cache every step has a mask, so that one compiled graph serves all steps.
     if max_length or num_new > 1:
@@ -79,7 +79,7 @@ def decode_mask(config, embeds_BND, padding_mask, cache, past_length) -> Any:
         mask = is_token.expand(-1, -1, num_new, -1) if mask is None else mask & is_token
     if mask is None or implementation == "sdpa":
         return mask
-    return embeds_BND.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BND.dtype).min)
+    return embeds_BQD.new_zeros(()).masked_fill(~mask, torch.finfo(embeds_BQD.dtype).min)
 
 
 def _is_right_padded(attention_mask: Tensor, has_padding: bool) -> bool:
@@ -87,15 +87,15 @@ def _is_right_padded(attention_mask: Tensor, has_padding: bool) -> bool:
     if not has_padding or torch.compiler.is_compiling():
         return not has_padding  # a graph cannot branch on values
     is_token = attention_mask.bool()
-    # This is one transfer from the device, in place of the one by which transformers would find out
-    # whether the mask has only ones.
+    # A device sync. It replaces one in create_causal_mask.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
 def can_decode(cache, attention_mask: Tensor | None, implementation: str) -> bool:
-    """Return whether the cache permits a decode step.
+    """Return whether a decode step can use this cache.
 
-    A static cache needs a 4D mask beside it (for sdpa and eager); any other cache must be filled.
+    A static cache needs a 4D ``attention_mask`` (for sdpa and eager). Any other cache must not be
+    empty.
     """
     if not isinstance(cache, Cache):
         return False

@@ -1,8 +1,12 @@
-"""glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
+"""glm-4v: a GLM-4 language model with an EVA2-CLIP vision tower (the image encoder).
 
 The "published code" is the one in the model repository of glm-4v-9b. This code has the same
-parameter names and computes the same numbers. It also takes any number of images per sequence,
-padding and packing, in training and in evaluation.
+parameter names and computes the same numbers. It also supports several images per sequence,
+padding and packing.
+
+A prompt has one placeholder id for each image (an unexpanded prompt), or one id for each token of
+an image (an expanded prompt). ``forward`` takes both, and expands placeholders first
+(:mod:`image_layout`).
 """
 
 from dataclasses import dataclass
@@ -33,11 +37,11 @@ from .cache_metadata import (
     static_cache_len,
 )
 from .checkpointing import CheckpointedLayer
-from .class_lists import register_class_name
+from .class_lists import add_to_mapping_names
 from .classification_chatglm import PER_TOKEN_KWARGS, SequenceScoringMixin
-from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, require_adapter_support
-from .generation_chatglm import ChatGLMGenerationMixin, known_options
-from .image_checks import ImageFormat, UnexpandedBatch
+from .configuration_chatglm import FROM_PIPELINE, ChatGLMConfig, require_adapter_support
+from .generation_chatglm import ChatGLMGenerationMixin, keep_known_options
+from .image_checks import InputBatch, PromptFormat
 from .image_layout import expand_image_placeholders
 from .keywords import (
     CACHE_KEYWORD,
@@ -51,7 +55,13 @@ from .keywords import (
     resolve_return_dict,
     select_attention_kwargs,
 )
-from .loss import LogitsToKeep, chunked_next_token_loss, fuse_loss, has_fused_loss, next_token_loss
+from .loss import (
+    LogitsToKeep,
+    chunked_next_token_loss,
+    fuse_cross_entropy,
+    has_fused_cross_entropy,
+    next_token_loss,
+)
 from .masks import can_decode, causal_mask, decode_mask
 from .sharding import must_run_on_every_process, refuse_split_model
 from .visual import EVA2CLIPModel, PatchEmbedding, VisionOutputCollector
@@ -60,8 +70,8 @@ logger = logging.get_logger(__name__)
 
 # A name's suffix lists the tensor's dimensions, e.g. embeds_BRD is (B, R, D): B sequences, L length
 # of input_ids, R length with image placeholders expanded, D hidden size, H query heads, G key-value
-# heads, C channels of a head, F rotated pairs of a head (C / 4), N images (in _decode_step: new
-# tokens), S side of an image, K tokens of an image with begin and end, V vocabulary.
+# heads, C channels of a head, F rotated pairs of a head (C / 4), Q new tokens of a decode step, N
+# images, S side of an image in pixels, T tokens of an image (with begin and end), V vocabulary.
 
 
 class Embedding(nn.Module):
@@ -79,8 +89,7 @@ class Embedding(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of the first half of each head's channels."""
 
-    # The checkpoint format has this buffer, with the published values (without rope_ratio). forward
-    # does not read it, because a checkpoint may contain it rounded.
+    # Checkpoints contain this buffer, without rope_ratio and possibly rounded. forward ignores it.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -126,7 +135,7 @@ def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: i
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, which multiplies by the weight in fp32 and then casts to x's dtype."""
+    """RMS norm, which multiplies by the weight in fp32 and then casts to the dtype of ``x``."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -164,16 +173,16 @@ class SelfAttention(nn.Module):
         """Compute the attention output, and append keys and values to the cache.
 
         Args:
-            cache_update: With a cache ``(is_prefill, cache_kwargs)``: whether the cache was empty
+            cache_update: With a cache ``(is_prefill, update_args)``: whether the cache was empty
                 before this pass, and a tuple of further arguments for ``Cache.update``.
             attention_kwargs: Keywords for :func:`attend`.
         """
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
         query, key, value = (x.transpose(1, 2) for x in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
-            is_prefill, cache_kwargs = cache_update
+            is_prefill, update_args = cache_update
             new_key_value = key, value
-            key, value = past_key_values.update(key, value, self.layer_idx, *cache_kwargs)
+            key, value = past_key_values.update(key, value, self.layer_idx, *update_args)
             if is_prefill:
                 key, value = new_key_value  # update also returns a static cache's unused capacity
         inputs = query, key, value, attention_mask, self.config._attn_implementation
@@ -241,7 +250,7 @@ class GLMTransformer(nn.Module):
             else ``None``.
         """
         hidden_states = [x_BRD]
-        # For early-exit drafts, generate sets num_layers below the number of layers.
+        # With assistant_early_exit, generate sets num_layers below the number of layers.
         for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
             if collect_hidden_states:
@@ -298,8 +307,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     def _check_keywords(self, kwargs: dict[str, Any], input_ids: Tensor | None) -> None:
         """Raise ``ValueError`` for a keyword that this class's ``forward`` does not take."""
         token_types, ids = kwargs.get("token_type_ids"), input_ids
-        # OpenRLHF passes token_type_ids that are 1 exactly at image tokens: they are ignored. Any
-        # other token_type_ids are refused.
+        # OpenRLHF passes token_type_ids that are 1 at image tokens and 0 elsewhere: ignore these,
+        # and refuse any other token_type_ids.
         if (
             isinstance(token_types, Tensor)
             and isinstance(ids, Tensor)
@@ -319,8 +328,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers would search this file for the name of its registry, which is in attention.py
-        # here. Tower and decoder read the implementation from the config in every forward.
+        # transformers would search this file for ALL_ATTENTION_FUNCTIONS, which attention.py has.
+        # Vision tower and decoder read the implementation from the config in every forward.
         return True
 
     def _make_attention_collector(
@@ -381,9 +390,9 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
     """Output of the decoder, with the expanded labels and mask.
 
     Attributes:
-        labels: ``(B, R)`` int64, expanded as the prompt is; ``(B, R + 1)`` from ``shift_labels``.
-        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features.
-        attention_mask: ``(B, cached + R)``, expanded as the prompt is; ``None`` if none is needed.
+        labels: ``(B, R)`` int64; ``(B, R + 1)`` if ``shift_labels`` were passed.
+        image_hidden_states: ``(N, T, D)``, ``T = num_image_tokens + 2``: the image features.
+        attention_mask: ``(B, cached + R)``; ``None`` if none is needed.
     """
 
     labels: Tensor | None = None
@@ -393,7 +402,7 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class GLM4VCausalLMOutput(CausalLMOutputWithPast):
-    """Output of the language model; ``image_hidden_states`` as in :class:`ChatGLMModelOutput`."""
+    """Output with loss and logits; ``image_hidden_states`` as in :class:`ChatGLMModelOutput`."""
 
     image_hidden_states: Tensor | None = None
 
@@ -430,10 +439,7 @@ class OutputOptions(NamedTuple):
 
 
 class ChatGLMModel(ChatGLMPreTrainedModel):
-    """The model without its loss.
-
-    As in the published checkpoint, the output projection is a part of this class.
-    """
+    """The model without its loss: embedding, decoder layers, vision tower and output projection."""
 
     _has_warned_of_expansion = False
 
@@ -443,7 +449,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
         # Typed as nn.Module, because peft wraps this layer and quantizers replace it.
-        self.output_layer: nn.Module = fuse_loss(
+        self.output_layer: nn.Module = fuse_cross_entropy(
             nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
         self.vision = EVA2CLIPModel(config)
@@ -456,9 +462,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.embedding.word_embeddings = value
 
     @property
-    def image_format(self) -> ImageFormat:
-        """The ids that mark images, and the config's limits for a batch."""
-        return ImageFormat(
+    def prompt_format(self) -> PromptFormat:
+        """The ids that mark images, and the config's limits on prompts."""
+        return PromptFormat(
             begin_id=self.config.boi_token_id,
             end_id=self.config.eoi_token_id,
             num_image_tokens=self.vision.vision_config.num_image_tokens,
@@ -495,12 +501,12 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             input_ids: ``(B, L)`` int64, unexpanded or expanded. Exclusive with ``inputs_embeds``.
             attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere.
             position_ids: ``(B, L)``. By default they are computed from the mask. Without a mask, or
-                with a mask of ones, a packed sample begins where they restart at 0; it attends to
-                nothing before it.
-            past_key_values: A ``Cache``. Sequences that continue it may have new images. Pass
-                ``position_ids`` if another model filled the cache, or if ``crop`` cut it.
-            inputs_embeds: ``(B, L, D)`` of expanded prompts. Images are inserted between the
-                embeddings of begin- and end-of-image ids.
+                with a mask of ones, a new packed sample begins where they restart at 0. Samples of
+                a sequence do not attend to each other.
+            past_key_values: A ``Cache``. ``input_ids`` that continue it may have new images. Pass
+                ``position_ids`` if another model filled the cache, or if it was cropped.
+            inputs_embeds: ``(B, L, D)`` of expanded prompts. Image features are inserted from the
+                embedding of a begin-of-image id to that of its end-of-image id.
             pixel_values: ``(N, 3, S, S)``, the images of all sequences in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
             images: The published code's name of ``pixel_values``.
@@ -513,15 +519,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 returns none.
             prompt_length: Number of columns of ``input_ids`` that are prompt. All later columns are
                 generated, and begin- and end-of-image ids among them are ordinary tokens.
-            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: the
-                output of :meth:`get_image_features`, or its ``pooler_output``. The tower does not
-                run, so under ZeRO-3 either all processes pass features or none does. A process
-                without images then passes ``N = 0`` features, and the tower runs on no dummy image.
+            image_features: ``(N, T, D)``, in place of ``pixel_values``: the output of
+                :meth:`get_image_features`, or its ``pooler_output``. The vision tower does not run.
+                Under ZeRO-3, pass features in every process (without images, ``N = 0``) or in none.
             shift_labels: ``(B, L)``, in place of ``labels``: for each token the label of the next
-                token, as context parallelism passes them. The output has them as labels
-                ``(B, R + 1)``.
+                token, as context parallelism passes them.
             num_items_in_batch: The divisor of the summed loss. It is refused if it may count labels
-                inside images, where the loss ignores labels.
+                inside images, because the loss ignores these labels.
             attention_kwargs: Keywords of packed attention (see :mod:`keywords`). Keywords about
                 logits, such as ``logits_to_keep``, are ignored.
 
@@ -531,13 +535,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         for name in LOGITS_KWARGS:
             attention_kwargs.pop(name, None)
         self._check_keywords(attention_kwargs, input_ids)
-        attention_mask, cache, images = self._resolve_positional(
+        attention_mask, cache, images = self._resolve_positional_args(
             attention_mask, past_key_values, cache, images
         )
         options = self._output_options(output_hidden_states, output_attentions, return_dict)
         other_inputs = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
-        is_generated = prompt_length is not None and prompt_length <= 0
-        is_decode_step = is_generated and position_ids is not None
+        # generate passes prompt_length 0 if all of input_ids are generated tokens.
+        is_decode_step = prompt_length is not None and prompt_length <= 0
+        is_decode_step = is_decode_step and position_ids is not None
         is_decode_step = is_decode_step and all(value is None for value in other_inputs)
         if is_decode_step and can_decode(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
@@ -553,20 +558,18 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache = self._choose_cache(cache, use_cache)
         past_length = cached_length(cache)
 
-        ids = (
-            input_ids if inputs_embeds is None else self._placeholder_ids(inputs_embeds, num_images)
-        )
+        ids = input_ids if inputs_embeds is None else self._ids_of_embeds(inputs_embeds, num_images)
         assert ids is not None
         check_cache_batch_size(cache, past_length, ids)
-        labels, label_after = _split_shifted_labels(labels, shift_labels)
+        labels, last_shift_label = _unshift_labels(labels, shift_labels)
         next_position = None
         if position_ids is None:
             next_position = compute_next_position(cache, past_length)
-        unexpanded = UnexpandedBatch(
-            ids, attention_mask, position_ids, labels, label_after, past_length, next_position
+        inputs = InputBatch(
+            ids, attention_mask, position_ids, labels, last_shift_label, past_length, next_position
         )
         batch = expand_image_placeholders(
-            unexpanded, self.image_format, num_images, prompt_length, num_items_in_batch
+            inputs, self.prompt_format, num_images, prompt_length, num_items_in_batch
         )
         length = batch.input_ids.shape[1]
         self._check_expanded_length(ids.shape[1], length, inputs_embeds, options.hidden_states)
@@ -616,23 +619,23 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Run the decoder layers.
 
         Args:
-            past_length: Number of cached positions; ``None`` for a filled static cache, whose
-                length is only on the device.
+            past_length: Number of cached positions; ``None`` for a filled static cache, which
+                stores its length on the device.
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
             kwargs = {"attention_collector": options.attentions, **kwargs}
         cache_update = None
         if cache is not None:
-            cache_kwargs: tuple = ()
-            columns = kwargs.pop("cache_position", None)
+            update_args: tuple = ()
+            positions = kwargs.pop("cache_position", None)
             if NEEDS_CACHE_POSITION and is_static(cache):
-                if columns is None:
+                if positions is None:
                     first = cached_length(cache) if past_length is None else past_length
-                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
-                cache_kwargs = ({"cache_position": columns},)
+                    positions = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
+                update_args = ({"cache_position": positions},)
             is_prefill = past_length == 0
-            cache_update = is_prefill, cache_kwargs
+            cache_update = is_prefill, update_args
         attention_inputs = cos, sin, mask, cache, cache_update, kwargs
         return self.encoder(
             embeds_BRD, *attention_inputs, collect_hidden_states=options.hidden_states
@@ -649,23 +652,23 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> ChatGLMModelOutput | tuple:
         """Run the decoder over generated tokens.
 
-        This method neither checks nor expands its inputs, and never waits for the device. With a
-        static cache, ``attention_mask`` is the complete mask from ``prepare_inputs_for_generation``
-        (:func:`decode_mask`), so that one compiled graph serves all steps.
+        This method neither checks nor expands its inputs, and has no device sync. With a static
+        cache, ``attention_mask`` is the 4D mask from ``prepare_inputs_for_generation``
+        (:func:`decode_mask`), so all steps share one compiled graph.
         """
-        columns = attention_kwargs.get("cache_position")
+        cache_position = attention_kwargs.get("cache_position")
         attention_kwargs = select_attention_kwargs(attention_kwargs)
-        if columns is not None:
-            attention_kwargs["cache_position"] = columns
-        embeds_BND = self.embedding(input_ids)
+        if cache_position is not None:
+            attention_kwargs["cache_position"] = cache_position
+        embeds_BQD = self.embedding(input_ids)
         past_length = None if is_static(cache) else cached_length(cache)
         mask = attention_mask
         if past_length is not None:
-            mask = decode_mask(self.config, embeds_BND, attention_mask, cache, past_length)
-        hidden_BND, hidden_states = self._run_layers(
-            embeds_BND, position_ids, mask, cache, past_length, options, attention_kwargs
+            mask = decode_mask(self.config, embeds_BQD, attention_mask, cache, past_length)
+        hidden_BQD, hidden_states = self._run_layers(
+            embeds_BQD, position_ids, mask, cache, past_length, options, attention_kwargs
         )
-        return options.make_output(hidden_BND, hidden_states, cache)
+        return options.make_output(hidden_BQD, hidden_states, cache)
 
     def _check_expanded_length(
         self,
@@ -674,11 +677,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         inputs_embeds: Tensor | None,
         output_hidden_states: bool,
     ) -> None:
-        """Report that prompts were expanded, if the caller may not expect it.
+        """Warn or raise ``ValueError`` if expansion has unwanted effects for the caller.
 
-        Embeddings of unexpanded prompts raise ``ValueError``, because they cannot be expanded. With
-        ``output_hidden_states``, expansion raises ``ValueError`` in training; otherwise each model
-        warns once.
+        Embeddings of unexpanded prompts cannot be expanded. With ``output_hidden_states``,
+        expansion is an error in training and otherwise a warning, once for each model.
         """
         if torch.compiler.is_exporting():
             torch._check(inputs_embeds is None or length == unexpanded_length)
@@ -692,8 +694,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"{problem}, and inputs_embeds cannot be expanded: {cure}, or input_ids"
             )
         message = (
-            f"{problem}, and so do their hidden states: whoever indexes these by the unexpanded "
-            f"prompt (as reward models and value heads do) reads inside images; {cure}"
+            f"{problem}, and so do their hidden states: code that indexes them by positions of the "
+            f"unexpanded prompt (reward models, value heads) reads the wrong ones; {cure}"
         )
         if output_hidden_states and self.training:
             raise ValueError(message)
@@ -712,10 +714,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
         Returns:
-            With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, the embeddings
-            of the images' tokens; ``last_hidden_state`` of the tower, ``(N, tower tokens, tower
-            hidden size)``; on request ``hidden_states`` and ``attentions`` of its layers. With
-            transformers 4: only the tensor of ``pooler_output``, unless ``return_dict`` is given.
+            With transformers 5: ``pooler_output`` ``(N, T, D)``, the embeddings of the images'
+            tokens; ``last_hidden_state`` of the vision tower, ``(N, tower tokens, tower hidden
+            size)``; on request ``hidden_states`` and ``attentions`` of its layers. With
+            transformers 4: only the tensor of ``pooler_output``, unless ``return_dict`` is passed.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -724,13 +726,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             hidden_states=[] if output_hidden_states else None,
             attentions=self._make_attention_collector(layers, output_attentions),
         )
-        features_NKD = self._encode(pixel_values, collector)
+        features_NTD = self._encode(pixel_values, collector)
         if return_dict is None and Version(TRANSFORMERS_VERSION).major < 5:
-            return features_NKD
+            return features_NTD
         hidden_states, attentions = collector.hidden_states, collector.attentions
         output = BaseModelOutputWithPooling(
             last_hidden_state=collector.last_hidden_state,
-            pooler_output=features_NKD,
+            pooler_output=features_NTD,
             hidden_states=None if hidden_states is None else tuple(hidden_states),
             attentions=None if attentions is None else tuple(attentions),
         )
@@ -739,7 +741,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _encode(
         self, pixel_values: Tensor, collector: VisionOutputCollector | None = None
     ) -> Tensor:
-        """Encode images as features ``(N, num_image_tokens + 2, D)``.
+        """Encode images as features ``(N, T, D)``, ``T = num_image_tokens + 2``.
 
         Raises:
             ValueError: The images do not have the configured size.
@@ -758,9 +760,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self, pixels_N3SS: Tensor, collector: VisionOutputCollector | None = None
     ) -> Tensor:
         """Run the vision tower, without gradients if nothing needs them."""
-        # CheckpointedLayer and frameworks make a layer's input require grad, with which even a
-        # frozen tower would save its activations for backward. So gradients are disabled here,
-        # unless the pixels or a parameter of the tower need them.
+        # A frozen tower must not save activations for backward. It would, because CheckpointedLayer
+        # and some frameworks make a layer's input require grad.
         needs_grad = torch.is_grad_enabled() and (
             pixels_N3SS.requires_grad
             or any(parameter.requires_grad for parameter in self.vision.parameters())
@@ -793,7 +794,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return None, features
 
     def _merge_images(
-        self, embeds_BRD, image_mask_BR, pixel_values, features_NKD, past_length
+        self, embeds_BRD, image_mask_BR, pixel_values, features_NTD, past_length
     ) -> tuple[Tensor, Tensor | None]:
         """Insert images into the embeddings.
 
@@ -801,25 +802,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             The embeddings ``(B, R, D)``, and the images' features (``None`` without images).
         """
         if pixel_values is not None:
-            features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
-        if features_NKD is not None:
-            if features_NKD.shape[0] == 0:
+            features_NTD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
+        if features_NTD is not None:
+            if features_NTD.shape[0] == 0:
                 return embeds_BRD, None
-            merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
-            return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
+            merged = features_NTD.to(embeds_BRD.device, embeds_BRD.dtype)
+            return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NTD
         if past_length == 0 and must_run_on_every_process(self.vision):
-            # Another process may have an image, so the tower has to run here, too: on the smallest
+            # Another process may have an image, so the tower has to run here, too. It runs on a
             # dummy image, whose features are multiplied by 0.
-            side, channels = self.vision.smallest_side, self.vision.vision_config.in_channels
+            side, channels = self.vision.dummy_image_size, self.vision.vision_config.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _resolve_positional(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Return mask, cache and images, also if they were passed in the published code's order.
+    def _resolve_positional_args(self, attention_mask, past_key_values, cache, images) -> tuple:
+        """Return mask, cache and images, also if they are in the published code's order.
 
-        That order is input_ids, images, position_ids, attention_mask. :meth:`_are_images`
-        distinguishes images from a mask by dtype and shape.
+        That order is input_ids, images, position_ids, attention_mask.
         """
         if self._are_images(attention_mask):
             if images is not None:
@@ -833,18 +833,18 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return attention_mask, resolve_cache(past_key_values, cache), images
 
     def _are_images(self, value) -> bool:
-        """Return whether an argument in the mask's place has images, by its dtype and shape."""
+        """Return whether the second positional argument has images instead of a mask."""
         if isinstance(value, (list, tuple)):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
             return False
-        # Dimension -3 of images is their channels; in a 4D mask this dimension has size 1.
+        # Dimension -3 of images is their channels; in a 4D mask it has size 1.
         return value.shape[-3] == self.vision.vision_config.in_channels
 
     def _stack_images(self, pixel_values, images) -> Tensor | None:
-        """Return images passed under either name as one 4D tensor, ``None`` if there are none."""
+        """Return ``pixel_values`` or ``images`` as a 4D tensor, ``None`` if there are none."""
         if pixel_values is not None and images is not None:
-            raise ValueError("pixel_values and images are two names of one input: give one")
+            raise ValueError("pixel_values and images are two names of the same input: give one")
         images = pixel_values if images is None else images
         if images is not None and not isinstance(images, Tensor):
             # Callers of the published code pass None in the list for a sequence without an image.
@@ -876,7 +876,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """
         recomputes_layers = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and recomputes_layers:
-            # Recomputation would add a layer's keys to the cache a second time.
+            # The recomputed forward would append a layer's keys to the cache again.
             if cached_length(past_key_values):
                 raise ValueError(
                     f"past_key_values holds {cached_length(past_key_values)} positions, which "
@@ -889,11 +889,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return DynamicCache(config=self.config)
         return past_key_values
 
-    def _placeholder_ids(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Return ids ``(B, L)`` that mark the images in ``inputs_embeds``.
+    def _ids_of_embeds(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
+        """Return ids ``(B, L)`` for embeddings, from which images can be found.
 
         A position has the begin- or end-of-image id if its vector is the embedding of that id. All
-        other positions have the id of some text token.
+        other positions have the id of an arbitrary text token.
         """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
@@ -913,20 +913,19 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type: ignore[override]
-    """glm-4v with its loss and generation, under the class name by which vLLM finds it."""
+    """glm-4v with its loss and generation. vLLM finds it by this class name."""
 
     _auto_class = "AutoModelForCausalLM"
-    # transformers compiles the model as one graph. This is possible for a decode step with a static
-    # cache and for a pass over expanded prompts.
+    # A decode step with a static cache and a pass over expanded prompts have no graph breaks.
     _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
-            # FSDP2 derives a class in a module of torch. save_pretrained would copy torch's files
-            # and save the derived name, so the derived class gets this class's module and name.
+            # FSDP2 makes a subclass in a module of torch. save_pretrained would save that module
+            # and the subclass's name, so the subclass gets the module and name of this class.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
-        register_class_name(cls, "CAUSAL_LM")
+        add_to_mapping_names(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """Build the model.
@@ -935,23 +934,24 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             empty_init: This argument has no effect. Callers of the published code pass it.
         """
         super().__init__(config)
-        # transformers would derive the loss from the class name, which a subclass may change.
+        # transformers derives loss_type from the class name, which a subclass may change.
         self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """Load a model as transformers does, but for a "feature-extraction" pipeline its decoder.
+        """Load a model as transformers does.
 
-        The pipeline would otherwise return logits as features.
+        For a feature-extraction pipeline, return only the decoder: the pipeline would otherwise
+        return logits as features.
         """
-        tasks = getattr(config, PIPELINE_TASK, None), kwargs.get(PIPELINE_TASK)
+        tasks = getattr(config, FROM_PIPELINE, None), kwargs.get(FROM_PIPELINE)
         options = kwargs | {"config": config}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
         if "feature-extraction" not in tasks:
             return loaded
-        # The complete model is loaded, because adapters in the folder name its modules.
+        # The complete model was loaded, because names of adapters begin with "transformer.".
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         decoder = model.transformer
         if (device_map := getattr(model, "hf_device_map", None)) is not None:
@@ -961,7 +961,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, but only generation options that transformers defines."""
         generation_config = self.generation_config
-        self.generation_config = known_options(generation_config)
+        self.generation_config = keep_known_options(generation_config)
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
@@ -971,9 +971,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return self.transformer.output_layer
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        # resize_token_embeddings passes a plain nn.Linear, which does not compute the loss.
+        # resize_token_embeddings passes a new nn.Linear, without the fused loss.
         if type(value) is nn.Linear:
-            layer: Any = fuse_loss(value)
+            layer: Any = fuse_cross_entropy(value)
             layer._is_hf_initialized = True  # post_init would initialize its weights again
         self.transformer.output_layer = value
 
@@ -1001,37 +1001,37 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         ``options``.
 
         Args:
-            labels: ``(B, L)`` int64 on any device, aligned with ``input_ids`` (this method shifts
-                them), -100 at unsupervised tokens. With ``logits_to_keep`` they may be ``(B, K)``:
-                the labels of the ``K`` selected positions, each of which predicts the next one.
+            labels: ``(B, L)`` int64 on any device, unshifted, -100 at unsupervised tokens. With
+                ``logits_to_keep``, ``(B, K)`` is accepted, too: the labels of the ``K`` selected
+                positions.
             logits_to_keep: Positions whose logits are returned: the number of last positions (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)``. The loss of labels ``(B, L)``
+                all), indices ``(K,)``, or a boolean mask ``(L,)``. With labels ``(B, L)`` the loss
                 still covers all positions.
             num_items_in_batch: The divisor of the summed loss; default: the number of supervised
                 tokens in the batch.
             skip_logits: With labels, compute the loss without storing logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: the label of the next token. It is
-                part of ``options`` instead of a parameter, because a Trainer would expect every
-                parameter whose name contains "label" in every batch of an evaluation.
+                not a parameter but part of ``options``, because in an evaluation the Trainer
+                expects a value for every parameter whose name contains "label".
             return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
-            ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the expanded
-            length; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
+            ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, where ``R`` is the
+            expanded length; ``image_hidden_states`` ``(N, T, D)``.
         """
         self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         selection = LogitsToKeep.from_argument(1 if return_last_logit else logits_to_keep)
-        are_cut = selection.are_cut(labels, inputs)
-        if are_cut:
+        labels_are_selected = selection.labels_are_selected(labels, inputs)
+        if labels_are_selected:
             assert labels is not None and inputs is not None
             if options.get("shift_labels") is not None:
                 raise ValueError(
-                    f"labels were cut to {labels.shape[1]} positions, and there are shift_labels "
-                    "beside them: give one of them"
+                    f"labels of {labels.shape[1]} selected positions were given together with "
+                    "shift_labels: give one of them"
                 )
             options["shift_labels"] = selection.shifted_labels(labels, inputs.shape[1])
             labels = None
@@ -1051,12 +1051,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
-        selection.check(inputs, length, self._image_token_ids() if are_cut else ())
+        selection.check(inputs, length, self._image_token_ids() if labels_are_selected else ())
         if output.labels is None and num_items_in_batch is not None:
             self._check_external_loss(inputs, length)
         hidden_BRD, labels = output.last_hidden_state, output.labels
         loss, logits = self._loss_and_logits(
-            hidden_BRD, labels, num_items_in_batch, selection, are_cut, skip_logits
+            hidden_BRD, labels, num_items_in_batch, selection, labels_are_selected, skip_logits
         )
         result = GLM4VCausalLMOutput(
             loss=loss,
@@ -1075,46 +1075,51 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
         Raises:
             ValueError: The logits are longer than the Trainer's labels.
-            RuntimeError: torch.compile wraps the model. This hides the model's class name, by which
-                the Trainer decides whether to shift labels.
+            RuntimeError: torch.compile wraps the model, so the Trainer, which goes by the class
+                name, would not shift labels.
         """
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
                 torch.zeros((), dtype=torch.bool),
-                "a Trainer that smooths labels (label_smoothing_factor) does not shift those of a "
-                "model that torch.compile has wrapped, and the model cannot tell this from another "
-                "loss outside of it (compute_loss_func): in place of torch_compile call "
-                "model.compile() before (get_base_model().compile() inside peft)",
+                "with label_smoothing_factor, the Trainer does not shift the labels of a model "
+                "that torch.compile has wrapped (compute_loss_func is refused, too, because the "
+                "model cannot distinguish the two): instead of torch_compile, call model.compile() "
+                "before training (inside peft: get_base_model().compile())",
             )
         if inputs is not None and inputs.shape[1] != length:
             raise ValueError(
-                f"prompts of {inputs.shape[1]} ids expand to {length} positions, and there is "
-                "num_items_in_batch without labels, as from a Trainer that computes the loss "
-                "itself (label_smoothing_factor, compute_loss_func): its labels are as long as the "
-                "ids and do not fit the logits; give expanded prompts with their labels, as this "
+                f"prompts of {inputs.shape[1]} ids expand to {length} positions, but a Trainer "
+                "that computes the loss itself (label_smoothing_factor, compute_loss_func) has "
+                f"labels for {inputs.shape[1]}: give expanded prompts with their labels, as this "
                 "model's processor makes them"
             )
 
     def _loss_and_logits(
-        self, hidden_BRD, labels, num_items_in_batch, selection: LogitsToKeep, are_cut, skip_logits
+        self,
+        hidden_BRD,
+        labels,
+        num_items_in_batch,
+        selection: LogitsToKeep,
+        labels_are_selected,
+        skip_logits,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss (``None`` without labels) and the selected logits.
 
         With labels and ``skip_logits``, the logits are ``None``.
 
         Args:
-            are_cut: Whether the caller's labels were those of the selected positions only.
+            labels_are_selected: Whether the caller's labels have only the selected positions.
         """
         output_layer = self.transformer.output_layer
         if labels is None:
             return None, output_layer(selection.select(hidden_BRD))
         if skip_logits:
             loss_inputs = labels, num_items_in_batch, self.config.loss_chunk_size
-            if has_fused_loss(output_layer):
+            if has_fused_cross_entropy(output_layer):
                 return output_layer(hidden_BRD, *loss_inputs), None
-            # peft has wrapped the layer, or a quantizer has replaced it.
+            # peft wrapped the layer, or a quantizer replaced it.
             return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
-        if are_cut:
+        if labels_are_selected:
             logits = output_layer(selection.select(hidden_BRD))
             next_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
             return next_token_loss(logits, next_labels, num_items_in_batch), logits
@@ -1123,9 +1128,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM  # the published code's name
-register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
-# TRL's OnlineDPO passes images only to models whose type is a key of this list.
-register_class_name(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
+add_to_mapping_names(GLM4VForCausalLM, "CAUSAL_LM")
+# TRL's OnlineDPO passes images only to models whose type is a key of this mapping.
+add_to_mapping_names(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
 
 class ChatGLMForSequenceClassification(SequenceScoringMixin, ChatGLMPreTrainedModel):
@@ -1154,27 +1159,27 @@ class ChatGLMForSequenceClassification(SequenceScoringMixin, ChatGLMPreTrainedMo
         self.post_init()
 
 
-register_class_name(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
+add_to_mapping_names(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
 
 
-def _split_shifted_labels(
+def _unshift_labels(
     labels: Tensor | None, shift_labels: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return labels ``(B, L)`` aligned with the tokens, and the label ``(B, 1)`` after the last.
+    """Return labels ``(B, L)`` aligned with the tokens, and the last shift label ``(B, 1)``.
 
     The latter is ``None`` without ``shift_labels``.
     """
     if shift_labels is None:
         return labels, None
-    # As in transformers, labels are ignored beside shift_labels. No token predicts the first one.
+    # As in transformers, labels are ignored if there are shift_labels. The first label is -100,
+    # because no token predicts it.
     return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
 
 
 def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
     """Pad the last dimension of attention weights with 0 to the capacity of a static cache."""
     length = static_cache_len(cache) or 0
-    # Weights of full length are returned as they are: F.pad would return a new tensor, for which
-    # the loss has no gradient.
+    # Do not pad by 0: F.pad would return a new tensor, for which the loss has no gradient.
     return tuple(
         F.pad(w, (0, length - w.shape[-1])) if length > w.shape[-1] else w for w in weights
     )

@@ -1,8 +1,9 @@
 """Processor of glm-4v-9b: tokenizer and image processor in one call.
 
-The published tokenizer writes three ids for an image, which the published model expands inside
+The published tokenizer writes three ids for an image, which the published model expands in
 ``forward``. This processor returns expanded prompts, so that ids, mask, labels and logits have the
-same length: an image is its begin id, one id for each of its inner tokens, and its end id.
+same length. In an expanded prompt, an image is its begin id, one id for each inner token, and its
+end id.
 """
 
 from typing import Any
@@ -11,18 +12,17 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
-# transformers 4.57 copies only the files that this file itself imports. So this file also imports
-# from the files that those files import.
-from .configuration_chatglm import own_auto_map
-from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
+# transformers 4.57 copies only direct imports of this file, so it also imports indirect ones.
+from .configuration_chatglm import filter_auto_map
+from .image_processing_chatglm import ChatGLMImageProcessor, flatten_images
 from .tokenization_chatglm import (
-    SUPPORTED_MODALITIES,
+    MODALITIES_HINT,
     VIDEO_AND_AUDIO_ARGUMENTS,
     ChatGLM4Tokenizer,
-    as_batch,
+    as_conversations,
     drop_empty_media,
     find_images,
-    holds_no_media,
+    is_empty_media,
 )
 
 DOWNLOAD_OPTIONS = (
@@ -40,9 +40,8 @@ class ChatGLMProcessor(ProcessorMixin):
     """Processor that makes model inputs from text, conversations and images.
 
     Attributes:
-        num_image_tokens: Inner tokens of an image, without begin and end,
-            ``(S // patch // 2) ** 2``.
-        image_token, image_token_id: The inner tokens' text and id.
+        num_image_tokens: Number of inner tokens of an image, ``(S // patch // 2) ** 2``.
+        image_token, image_token_id: Text and id of the inner tokens.
     """
 
     # transformers 4.57 needs these three attributes, with names of Auto classes for custom classes.
@@ -52,9 +51,8 @@ class ChatGLMProcessor(ProcessorMixin):
     tokenizer_class = "AutoTokenizer"
     _auto_class = "AutoProcessor"
 
-    # The model has no video, so this token of the vocabulary is free for inner tokens. The
-    # published placeholder, <|endoftext|>, is not used for them, because it is also the padding
-    # token, which collators remove from labels and masks.
+    # The model has no video, so this token is free. The published placeholder, <|endoftext|>, is
+    # also the padding token, which collators mask.
     image_token = "<|begin_of_video|>"
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -85,13 +83,13 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        # Run transformers' method on a class that refuses audio tokenizers.
-        reader: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
-        return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
+        # transformers' method, called on a class that refuses audio tokenizers.
+        parent: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
+        return parent.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
-        """Load tokenizer and image processor by the classes beside this one.
+        """Load tokenizer and image processor by our classes.
 
         Auto classes would ask again whether to trust remote code.
         """
@@ -104,7 +102,7 @@ class ChatGLMProcessor(ProcessorMixin):
             **options,
         )
         if saved is None:
-            # The published repository has no such file; the tokenizer's file has the image size.
+            # The published repository has no such file, but tokenizer_config.json has the size.
             return [ChatGLMImageProcessor(size=tokenizer.image_size), tokenizer]
         image_processor = ChatGLMImageProcessor.from_pretrained(
             pretrained_model_name_or_path, **options
@@ -112,17 +110,14 @@ class ChatGLMProcessor(ProcessorMixin):
         return [image_processor, tokenizer]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as transformers does, and save the image processor's own file, which 4.57 reads."""
+        """Save as transformers does, and save preprocessor_config.json, which 4.57 reads."""
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, **options) -> dict:
-        """Return the settings to save: those of transformers, with our ``auto_map``.
-
-        ``options`` are arguments of the method in transformers 4.
-        """
+        """Return the settings to save, with our ``auto_map``; ``options`` are transformers 4's."""
         values = super().to_dict(**options)
-        if auto_map := own_auto_map(values.pop("auto_map", None), self._auto_class):
+        if auto_map := filter_auto_map(values.pop("auto_map", None), self._auto_class):
             values["auto_map"] = auto_map
         return values
 
@@ -150,8 +145,8 @@ class ChatGLMProcessor(ProcessorMixin):
         `apply_chat_template` instead.
 
         Args:
-            images: As for the image processor, in the order of their begin ids; or one list (or
-                None) for each text.
+            images: As for the image processor, in the order of their begin ids; or for each text a
+                list, or None.
             text: A text, a list of texts, or sequences of ids.
             videos, audio: None or empty, because the model takes neither; the names ``video`` and
                 ``audios`` are accepted, too.
@@ -185,7 +180,7 @@ class ChatGLMProcessor(ProcessorMixin):
                 raise ValueError("neither text nor images were given: pass at least one of them")
             tensor_type = options["return_tensors"]
             return self.image_processor(
-                _flatten_images(images)[0], return_tensors=tensor_type, **images_kwargs
+                _flatten_and_count(images)[0], return_tensors=tensor_type, **images_kwargs
             )
         sequences = {"input_ids": self._encode(text, options["add_special_tokens"])}
         return self._build_batch(sequences, images, options, images_kwargs)
@@ -224,20 +219,20 @@ class ChatGLMProcessor(ProcessorMixin):
             ``return_dict`` the same as `__call__`, plus ``assistant_masks`` if requested.
         """
         text_options = {
-            "add_special_tokens": False,  # the template writes [gMASK]<sop>
+            "add_special_tokens": False,  # the template has [gMASK]<sop>
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
             "pad_to_multiple_of": pad_to_multiple_of,
             "padding_side": padding_side,
-            # In transformers 5, "auto" is the processor's own default, which is None here.
+            # In transformers 5, "auto" means the processor's default, which is None here.
             "return_tensors": None if return_tensors == "auto" else return_tensors,
         }
         options, images_kwargs = _merge_options(text_options, processor_kwargs or {})
         kwargs["chat_template"] = self._resolve_template(chat_template)
         if not tokenize:
             return self.tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
-        conversations, _ = as_batch(conversation)
+        conversations, _ = as_conversations(conversation)
         sequences = self.tokenizer.encode_chats(
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **kwargs
         )
@@ -246,10 +241,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch if return_dict else batch["input_ids"]
 
     def _resolve_template(self, chat_template: str | None) -> str | None:
-        """Return the template to use: ``chat_template``, or the processor's own if it is ``None``.
-
-        If the processor has several templates, ``chat_template`` may be the name of one.
-        """
+        """Return ``chat_template``, the processor's template of that name, or its default one."""
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -265,7 +257,7 @@ class ChatGLMProcessor(ProcessorMixin):
                 sequences.append(list(item))
                 continue
             ids = self.tokenizer(item, add_special_tokens=False)["input_ids"]
-            # A text that the chat template rendered has the prefix already.
+            # A text from apply_chat_template has the prefix already.
             if add_special_tokens and ids[: len(prefix)] != prefix:
                 ids = prefix + ids
             sequences.append(ids)
@@ -277,7 +269,7 @@ class ChatGLMProcessor(ProcessorMixin):
         """Expand, check, truncate and pad sequences, and add the images.
 
         Args:
-            sequences: ``input_ids``, and values that are aligned with them, of each sequence.
+            sequences: ``input_ids`` and other lists that are aligned with them, by name.
             images: As for `__call__`.
             options: Options of `__call__` for the text, by name.
         """
@@ -297,12 +289,12 @@ class ChatGLMProcessor(ProcessorMixin):
             for values in expanded.values():
                 values[-1] = values[-1][columns]
 
-        flat, counts_given = _flatten_images(images)
-        if len(flat) != sum(counts) or counts_given not in (None, counts):
+        flat, passed_counts = _flatten_and_count(images)
+        if len(flat) != sum(counts) or passed_counts not in (None, counts):
             raise ValueError(
-                f"the texts have {counts} begin-of-image ids but {counts_given or len(flat)} "
-                "images were passed: write each image into its text with apply_chat_template and "
-                "pass each"
+                f"the texts have {counts} begin-of-image ids but {passed_counts or len(flat)} "
+                "images were passed: pass one image for each, or put the images into messages and "
+                "call apply_chat_template"
             )
         batch = BatchFeature(dict(self.tokenizer.pad_sequences(expanded, **options)))
         if flat:
@@ -313,11 +305,11 @@ class ChatGLMProcessor(ProcessorMixin):
     def _expand_images(
         self, number: int, ids: list[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Plan the expansion of one sequence.
+        """Compute how to expand one sequence.
 
         Returns:
-            For each expanded position the index of its id in ``ids``; and for each image the
-            columns ``(start, stop)`` of the expanded sequence, from its begin to after its end.
+            For each expanded position the index of its id in ``ids``; and for each image its range
+            ``(start, stop)`` of expanded positions, with begin and end.
         """
         begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
@@ -352,7 +344,7 @@ class ChatGLMProcessor(ProcessorMixin):
     def _truncation_slice(
         self, number: int, length: int, spans: list[tuple[int, int]], limit: int | None
     ) -> slice:
-        """Return the columns of an expanded sequence that truncation to ``limit`` leaves.
+        """Return the positions of an expanded sequence that remain after truncation to ``limit``.
 
         Raises:
             ValueError: Truncation would cut an image.
@@ -373,9 +365,9 @@ class ChatGLMProcessor(ProcessorMixin):
 
 
 class _AudioTokenizerRefusal(ChatGLMProcessor):
-    """A reader of the processor's files that refuses an audio tokenizer.
+    """A processor class that refuses ``audio_tokenizer`` in ``processor_config.json``.
 
-    transformers would load the audio tokenizer's class from any repository that the file names.
+    transformers would load its class from any repository that the file names.
     """
 
     @staticmethod
@@ -397,7 +389,7 @@ def _merge_options(
     kwargs = dict(kwargs)
     images_kwargs = dict(kwargs.pop("images_kwargs", None) or {})
     text_kwargs = {**(kwargs.pop("text_kwargs", None) or {}), **kwargs}
-    drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
+    drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
     # return_tensors is an option of texts and of images; the texts' value wins.
     tensor_type = images_kwargs.pop("return_tensors", None)
     unknown_text = text_kwargs.keys() - text_options.keys()
@@ -407,8 +399,7 @@ def _merge_options(
             f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    # add_special_tokens may be there twice, because transformers' apply_chat_template passes it
-    # beside the caller's value.
+    # add_special_tokens may be given twice, because transformers' apply_chat_template adds its own.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
         if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(
@@ -419,16 +410,16 @@ def _merge_options(
     return text_options | text_kwargs | {"return_tensors": tensor_type}, images_kwargs
 
 
-def _flatten_images(images: Any) -> tuple[list, list[int] | None]:
-    """Return a flat list of images; and the number of images of each text.
+def _flatten_and_count(images: Any) -> tuple[list, list[int] | None]:
+    """Return a flat list of images, and the number of images of each text.
 
-    The latter is ``None`` if the images did not come in one list for each text.
+    The latter is ``None`` if ``images`` has no list for each text.
     """
-    if holds_no_media(images):
+    if is_empty_media(images):
         return [], None
     if isinstance(images, (list, tuple)) and any(
         item is None or isinstance(item, (list, tuple)) for item in images
     ):
-        per_text = [[] if holds_no_media(item) else flat_images(item) for item in images]
+        per_text = [[] if is_empty_media(item) else flatten_images(item) for item in images]
         return [image for group in per_text for image in group], [len(group) for group in per_text]
-    return flat_images(images), None
+    return flatten_images(images), None

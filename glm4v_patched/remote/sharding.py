@@ -7,9 +7,9 @@ from torch import nn
 def must_run_on_every_process(module: nn.Module) -> bool:
     """Return whether a module has to run in every process, even in one that has no input for it.
 
-    Sharded weights (ZeRO-3, FSDP) require this, because all processes gather them together.
-    Replicated weights that are trained (ZeRO-1, ZeRO-2, DDP) require it, too, because gradients are
-    reduced in buckets that every process must fill alike.
+    Sharded weights (ZeRO-3, FSDP) require this, because gathering them is a collective. Trained
+    weights that are replicated (ZeRO-1, ZeRO-2, DDP) require it, too, because every process has to
+    fill the same gradient buckets.
     """
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True

@@ -2,8 +2,7 @@
 
 It returns the token ids of the published tokenizer. Loading converts a folder that has only
 ``tokenizer.model`` (tiktoken's file of tokens and their ranks), and ``save_pretrained`` writes
-``tokenizer.json``. As published, chats have position ids. Ordinary encoding returns none, because
-the model computes them.
+``tokenizer.json``. As in the published code, ``apply_chat_template`` returns position ids.
 """
 
 import base64
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 # This import comes first: it reports a transformers that is too old for the imports below.
-from .configuration_chatglm import PROCESSOR_CLASS, keep_known_settings, own_auto_map
+from .configuration_chatglm import PROCESSOR_CLASS, filter_auto_map, keep_known_settings
 
 # isort: split
 import numpy as np
@@ -50,7 +49,7 @@ PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # as transformers does.
 CLEAN_UP_PATTERNS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
-# Options with which tokenizers of other models add something to a text, or remove something.
+# Options by which tokenizers of other models change a text.
 UNSUPPORTED_TEXT_OPTIONS = (
     "add_prefix_space",
     "add_bos_token",
@@ -81,8 +80,7 @@ SAVED_TOKENIZER_FIELDS |= {
     "split_special_tokens",
 }
 SAVED_TOKENIZER_FIELDS |= {"tokenizer_class", "truncation_side", *UNSUPPORTED_TEXT_OPTIONS}
-# Arguments that transformers stores among the settings, although they only say where the tokenizer
-# was loaded from.
+# Arguments that transformers stores among the settings, although they only describe the loading.
 LOADING_KWARGS = {
     "name_or_path",
     "is_local",
@@ -92,11 +90,11 @@ LOADING_KWARGS = {
 }
 LOADING_KWARGS |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
 
-# Names of values that are aligned with the ids and are padded with 0.
+# Keys of a batch that are padded with 0.
 ZERO_PADDED_KEYS = {"position_ids", "assistant_masks"}
 
-# Texts are split by this pattern (that of cl100k_base) before BPE, because the ranks were trained
-# on texts that were split by it.
+# Texts are split by this pattern before BPE, as when the vocabulary was trained. It is the pattern
+# of tiktoken's cl100k_base.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -107,11 +105,12 @@ SPLIT_PATTERN = (
     r"|\s+"
 )
 
-# Our tokenizer passes a mark as `piece_break`, because the published code tokenizes a content apart
-# from the line above it. Other code that renders the template does not define `piece_break`, which
-# is then empty. The generation block is everything after <|assistant|>, where a generation prompt
-# ends; it contains the metadata line (a tool's name, mostly empty), which the model writes, too.
-# Saved tokenizers contain the template: after a change here, theirs would be custom templates.
+# The published code tokenizes a content apart from the line above it. So our tokenizer renders a
+# special character as `piece_break` and tokenizes what is before and after it separately. In other
+# code `piece_break` is undefined and renders as nothing. The generation block begins after
+# <|assistant|>, where a generation prompt ends, because the model also generates the metadata line
+# (a tool's name, or empty). Do not change the template: saved tokenizers contain it, and would then
+# be treated as having a custom template.
 CHAT_TEMPLATE = r"""
 {%- macro describe(tools) %}
     {{- '<|system|>\n' }}{{ piece_break }}
@@ -173,8 +172,8 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """.strip()
 
-# Marks in rendered texts. They are noncharacters, which Unicode reserves for internal use; if a
-# user's text contains one, it is escaped.
+# Special characters in rendered texts. Unicode reserves them for internal use (noncharacters). In
+# user's texts they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
@@ -184,8 +183,8 @@ _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
 
-    Ordinary encoding prepends ``[gMASK]<sop>``. As published, it encodes special tokens in the text
-    as special tokens; `apply_chat_template` encodes those in a message as plain text.
+    ``__call__`` prepends ``[gMASK]<sop>`` and encodes special tokens in the text as such, like the
+    published code. `apply_chat_template` encodes special tokens in a message as plain text.
 
     Args:
         vocab_file: The published ``tokenizer.model``, read if there is no ``tokenizer_file``.
@@ -221,9 +220,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 chat_template = None
         _refuse_unsupported_options(kwargs)
         if kwargs.get("processor_class") is not None:
-            kwargs["processor_class"] = PROCESSOR_CLASS  # the file may name any class
+            kwargs["processor_class"] = PROCESSOR_CLASS  # whatever the file names
         if kwargs.get("backend") is not None:
-            kwargs["backend"] = "tokenizers"  # the file may name another one
+            kwargs["backend"] = "tokenizers"  # whatever the file names
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves the list of special tokens as `extra_special_tokens`, where 4.57
@@ -248,8 +247,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def update_post_processor(self) -> None:
         """Make the backend prepend ``[gMASK]<sop>``.
 
-        transformers 5 calls this method when ``add_bos_token`` or ``add_eos_token`` is set. The
-        method that is replaced here would remove the prefix.
+        transformers 5 calls this method when ``add_bos_token`` or ``add_eos_token`` is set. Its own
+        method would remove the prefix.
         """
         _refuse_unsupported_options(vars(self), prefix="_")
         prefix = " ".join(PROMPT_PREFIX)
@@ -271,16 +270,15 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
-        The settings of a tokenizer that was loaded with a processor name the processor's class, so
-        that class's file is copied to ``save_directory`` if it is not there. If there is no such
-        file, the name is left out. Unknown settings are logged and not saved.
+        If the ``auto_map`` names the processor, its file is copied to ``save_directory``. If there
+        is no such file, that entry is left out. Unknown settings are logged and not saved.
         """
         settings = {
             key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS
         }
         known = SAVED_TOKENIZER_FIELDS | self.special_tokens_map.keys()
         saved_settings = keep_known_settings(settings, known, "tokenizer_config.json")
-        auto_map = own_auto_map(settings.get("auto_map"), self._auto_class)
+        auto_map = filter_auto_map(settings.get("auto_map"), self._auto_class)
         code = Path(__file__).with_name(PROCESSOR_FILE)
         copy = Path(save_directory, PROCESSOR_FILE)
         needs_code = "AutoProcessor" in auto_map and not copy.exists()
@@ -293,11 +291,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         self.init_kwargs = saved_settings | {"auto_map": auto_map}
         return super().save_pretrained(save_directory, *args, **kwargs)
 
-    @functools.wraps(PreTrainedTokenizerFast.__call__)  # other code reads its signature
+    @functools.wraps(PreTrainedTokenizerFast.__call__)  # frameworks read its signature
     def __call__(self, *args, **kwargs) -> BatchEncoding:
-        # transformers' tokenizers would drop images and other media, and only log that.
+        # transformers' method would only log that it drops images and other media.
         drop_empty_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
-        drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
+        drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
         return super().__call__(*args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
@@ -322,16 +320,14 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Format one conversation or a list of conversations, as the published method does.
 
         A message is a dict, a dataclass or a pydantic model: ``{"role", "content"}`` with optional
-        ``"metadata"``, ``"tools"`` and ``"image"``. ``"image"`` is one image; None and, as
-        published, any other false value mean no image. ``"content"`` may be a list of ``{"type":
-        "text", "text": ...}`` and ``{"type": "image", ...}``. The images of a message come before
-        its text, wherever they are in this list. Messages with neither image nor text are left out.
-        All other keys are refused unless their value is None; with a custom template, messages may
-        have any keys.
+        ``"metadata"``, ``"tools"`` and ``"image"``. ``"image"`` is one image, or a false value for
+        none. ``"content"`` may be a list of ``{"type": "text", "text": ...}`` and ``{"type":
+        "image", ...}``. The images of a message are placed before its text. Messages with neither
+        image nor text are left out. Any other key is refused unless its value is None or the
+        template is a custom one.
 
-        With ``tokenize=True``, no text of the caller becomes a special token, whatever the
-        template. With ``tokenize=False``, special tokens in the caller's text look like those of
-        the template.
+        With ``tokenize=True``, special tokens in the caller's text are encoded as plain text. With
+        ``tokenize=False``, they cannot be distinguished from those of the template.
 
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
@@ -344,9 +340,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ``[B, L]``. With ``return_dict`` a dict with the ids, ``attention_mask``,
             ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if requested, and
             ``images`` if the messages have images: float32 ``[number of images, 3, S, S]`` in the
-            order of their begin ids, a torch tensor unless ``return_tensors`` is ``"np"``. Images
-            are read only with ``return_dict``; either all or none of the image parts then have
-            their image.
+            order of their begin ids, a torch tensor unless ``return_tensors`` is ``"np"``. Without
+            ``return_dict``, images are not read.
         """
         if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
@@ -354,7 +349,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "arguments are in the published order; give tools, documents and chat_template by "
                 "name"
             )
-        conversations, is_batched = as_batch(conversation)
+        conversations, is_batched = as_conversations(conversation)
         options = tokenizer_kwargs or {}
         if unknown := sorted(options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
@@ -442,27 +437,26 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Render conversations.
 
         Args:
-            escaper: Escapes the caller's strings; ``None`` renders them as they are.
+            escaper: Escapes special tokens in the caller's strings; ``None`` leaves them.
 
         Returns:
             The texts, and for each text the character spans of the assistant's turns (an empty list
             if they are not requested).
         """
         drop_empty_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
-        drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
+        drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
         template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
-            _check_conversation(messages, own_template=template == CHAT_TEMPLATE)
+            _check_conversation(messages, is_default_template=template == CHAT_TEMPLATE)
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
                 "continue_final_message excludes add_generation_prompt and "
                 "return_assistant_tokens_mask: the final message is left open"
             )
-        # An option of transformers 5.23; this tokenizer always does what it asks for.
+        # An option of transformers 5.23, which has no effect: special tokens are always escaped.
         variables.pop("sanitize_control_tokens", None)
         if tools is not None:
-            # Schemas of functions are built here, so that the functions' docstrings are escaped
-            # like any other string.
+            # Build schemas of functions before escaping, so that docstrings are escaped, too.
             tools = [
                 tool if isinstance(tool, Mapping) else get_json_schema(tool)
                 for tool in _as_dicts(tools)
@@ -482,11 +476,15 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return rendered
 
     def _collect_images(self, conversations: list[list[dict]], sequences: list[list[int]]) -> list:
-        """Return the images of all messages, not read yet, in the order of their begin ids."""
-        per_conversation = [find_images(messages, may_miss=True) for messages in conversations]
+        """Return the images of all messages, without reading them, in the order of their begin ids.
+
+        Raises:
+            ValueError: Images do not match the ids, or only some image parts have an image.
+        """
+        per_conversation = [find_images(messages, allow_missing=True) for messages in conversations]
         flat = [image for images in per_conversation for image in images]
         if all(image is None for image in flat):
-            return []  # there are no images, or only image parts whose image the caller has
+            return []  # there are no images, or the caller passes them to the processor
         per_conversation = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
@@ -511,7 +509,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Return ``[gMASK]<sop>``, the ids, and the ids of a second text, as encoding does."""
+        """Return ``[gMASK]<sop>``, the ids, and the ids of a second text."""
         return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
 
     def get_special_tokens_mask(
@@ -539,10 +537,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """Decode like the published tokenizer, which is a slow one (in Python).
+        """Decode like the published tokenizer, a slow one of transformers.
 
-        Each added token is separated by a space from what is before and after it. The bytes between
-        two added tokens are decoded on their own.
+        There are spaces around each added token. The bytes between two added tokens are decoded
+        separately.
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
@@ -589,10 +587,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
-        """Return the tokenizer unchanged, with its split pattern.
+        """Return the tokenizer unchanged.
 
-        transformers takes a folder that its versions 4.57.3 to 4.57.6 saved for Mistral's. It would
-        replace the pattern, which would change ids.
+        transformers treats a folder that 4.57.3 to 4.57.6 saved as one with Mistral's wrong split
+        pattern, and would replace the pattern, which would change ids.
         """
         return tokenizer
 
@@ -607,7 +605,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return padded
 
     def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
-        """Return the length that ``truncation`` cuts sequences to, or None if it cuts nothing."""
+        """Return the maximum length after truncation, or None without truncation."""
         if truncation in (None, False, "do_not_truncate"):
             return None
         return self.model_max_length if max_length is None else max_length
@@ -621,7 +619,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         **options,
     ) -> BatchEncoding:
         """Pad ``input_ids`` and :data:`ZERO_PADDED_KEYS`, and add the attention mask."""
-        # For any other padding, the base class would truncate to max_length.
+        # With other kinds of padding, the base class would truncate to max_length.
         max_length = max_length if padding == "max_length" else None
         return self.pad(dict(sequences), padding=padding, max_length=max_length, **options)
 
@@ -631,7 +629,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _encode_rendered(
         self, rendered: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[int]]]:
-        """Encode rendered chats whose user strings are escaped.
+        """Encode rendered chats, in which the caller's strings are escaped.
 
         Args:
             spans: For each chat the character ranges of the assistant's turns.
@@ -640,12 +638,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             For each chat its ids, and a mask with 1 for ids of characters in the spans.
         """
         specials = self._special_ids()
-        marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
-        split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
+        separators = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
+        split = re.compile("(" + "|".join(map(re.escape, separators)) + ")").split
         chats = [split(text) for text in rendered]
         # All chats are encoded by one call, because it runs on several cores.
         tokenizer = self._tokenizer_without_specials()
-        # encode_batch_fast returns no offsets, and takes two thirds of the time.
+        # encode_batch_fast takes two thirds of the time, and returns no offsets.
         encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
         texts = [_unescape(piece) for pieces in chats for piece in pieces[::2]]
         encodings = iter(encode_all(texts, add_special_tokens=False))
@@ -677,7 +675,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _tokenizer_without_specials(self) -> Tokenizer:
         """Return a tokenizer with this vocabulary that encodes special tokens as plain text.
 
-        The two share the BPE model. The settings of the backend tokenizer stay unchanged, because
+        It shares the BPE model with the backend tokenizer, whose settings must not change, because
         other threads may be using it.
         """
         backend = self.backend_tokenizer
@@ -719,9 +717,8 @@ def convert_ranks(
     def as_text(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
 
-    # tiktoken merges the two neighbors whose union has the lowest rank, wherever the union is
-    # split. A token of this file may have a lower rank than its own parts, so all splits of a token
-    # into two tokens are merges.
+    # tiktoken merges the two neighbors whose concatenation has the lowest rank. Their own ranks may
+    # be higher, so every split of a token into two tokens is a merge.
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = ((token[:i], token[i:]) for i in range(1, len(token)))
@@ -752,13 +749,13 @@ def _refuse_unsupported_options(options: Mapping[str, Any], prefix: str = "") ->
     for name in UNSUPPORTED_TEXT_OPTIONS:
         if value := options.get(prefix + name):
             raise ValueError(
-                f"{name} is {value!r}, but this tokenizer only puts [gMASK]<sop> before a text: "
-                "leave it out, and write a space or <|endoftext|> into the text where it belongs"
+                f"{name} is {value!r}, but this tokenizer only prepends [gMASK]<sop> to a text: "
+                "leave it out, and write spaces or <|endoftext|> into the text yourself"
             )
 
 
-def as_batch(conversation: Any) -> tuple[list[list], bool]:
-    """Return a list of conversations as lists of dicts, and whether the argument was a list."""
+def as_conversations(conversation: Any) -> tuple[list[list], bool]:
+    """Return a list of conversations (lists of dicts), and whether the argument was such a list."""
     conversation = getattr(conversation, "messages", conversation)
     if len(conversation) == 0:
         raise ValueError("the conversation has 0 messages: give at least 1")
@@ -769,10 +766,7 @@ def as_batch(conversation: Any) -> tuple[list[list], bool]:
 
 
 def _as_dicts(value: Any) -> Any:
-    """Convert nested dataclasses and pydantic models (such as OpenAI's client returns) to dicts.
-
-    Other values in them, such as images, are not copied.
-    """
+    """Convert nested dataclasses and pydantic models to dicts. Images in them are not copied."""
     if isinstance(value, Mapping):
         return {key: _as_dicts(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -785,15 +779,15 @@ def _as_dicts(value: Any) -> Any:
 
 
 def _is_no_image(value: Any) -> bool:
-    """Return whether a message's ``image`` means no image: as published, any false value does."""
+    """Return whether a message's ``image`` is a false value, which means no image."""
     types_with_truth = (Sequence, Mapping, int, float, np.generic)  # arrays may have no truth value
     return value is None or (isinstance(value, types_with_truth) and not value)
 
 
-def holds_no_media(value: Any) -> bool:
+def is_empty_media(value: Any) -> bool:
     """Return whether an argument for images, videos or audio is empty, at any nesting."""
     if isinstance(value, (list, tuple)):
-        return all(map(holds_no_media, value))
+        return all(map(is_empty_media, value))
     if hasattr(value, "shape"):
         return 0 in value.shape
     return value is None or (isinstance(value, (str, bytes, Mapping)) and not value)
@@ -802,7 +796,7 @@ def holds_no_media(value: Any) -> bool:
 # Names of arguments that transformers' processors and their callers use.
 IMAGE_ARGUMENTS = ("images", "image", "pixel_values")
 VIDEO_AND_AUDIO_ARGUMENTS = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
-SUPPORTED_MODALITIES = "this model takes images and text"
+MODALITIES_HINT = "this model takes images and text"
 
 
 def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> None:
@@ -812,12 +806,12 @@ def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) ->
         cure: What to do instead, for the message.
     """
     for name in names:
-        if not holds_no_media(kwargs.pop(name, None)):
+        if not is_empty_media(kwargs.pop(name, None)):
             raise ValueError(f"the call was given {name}, which nothing reads: {cure}")
 
 
 def _drop_none(message: Mapping) -> dict:
-    """Return a message without None values, which templates would print, and false images."""
+    """Return a message without None values, which templates would print, and empty images."""
     return {
         key: value
         for key, value in message.items()
@@ -830,10 +824,10 @@ def _content_parts(message: Mapping) -> Sequence:
     return content if isinstance(content, (list, tuple)) else ()
 
 
-def find_images(messages: list[dict], may_miss: bool = False) -> list:
+def find_images(messages: list[dict], allow_missing: bool = False) -> list:
     """Return the images of a conversation, without reading them, in the template's order.
 
-    An image part without an image raises ``ValueError``, or with ``may_miss`` adds ``None``.
+    An image part without an image is ``None`` if ``allow_missing``, else a ``ValueError``.
     """
     images = []
     for number, message in enumerate(messages):
@@ -845,7 +839,7 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
             image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
             if isinstance(image, dict):
                 image = image.get("url")
-            if image is None and not may_miss:
+            if image is None and not allow_missing:
                 raise ValueError(
                     f"message {number} has an image part with 0 images: put one under 'image', "
                     "'url' or 'path', or use tokenize=False and pass images to the processor"
@@ -859,8 +853,8 @@ IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURCES}
 
 
-def _check_conversation(messages: list, own_template: bool) -> None:
-    """Raise ``ValueError`` for parts that the template would drop or print as a type's name."""
+def _check_conversation(messages: list, is_default_template: bool) -> None:
+    """Raise ``ValueError`` for values that the template would drop or print as a type's name."""
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
@@ -869,14 +863,14 @@ def _check_conversation(messages: list, own_template: bool) -> None:
             )
         subject = f"message {number}"
         _check_type(subject, message, "content", (str, list, tuple, type(None)), "string or parts")
-        if own_template:
+        if is_default_template:
             _refuse_unknown_keys(subject, message, MESSAGE_KEYS)
             _check_type(subject, message, "metadata", (str, type(None)), "string")
         for part_number, part in enumerate(_content_parts(message)):
             part_subject = f"{subject}, part {part_number},"
             if isinstance(part, Mapping) and part.get("type") == "text":
                 _check_type(part_subject, part, "text", str, "string")
-            if own_template:
+            if is_default_template:
                 _check_part(part_subject, part)
 
 
@@ -896,8 +890,7 @@ def _check_part(subject: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{subject} has its image under {' and '.join(sources)}: give one of them")
-    # An image part without an image, such as {"url": None}, is valid: the caller may have the image
-    # elsewhere.
+    # An image part without an image is valid: the caller may pass the image to the processor.
     for name in sources:
         if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
             raise ValueError(
@@ -907,8 +900,8 @@ def _check_part(subject: str, part: Any) -> None:
 
 
 def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) -> None:
-    # None and empty lists count as absent: rows of a table have None for missing keys, and OpenAI's
-    # client returns empty lists.
+    # None and empty lists count as absent: tables have None for missing keys, and OpenAI's client
+    # returns empty lists.
     for key, value in values.items():
         is_set = value is not None and not (isinstance(value, (list, tuple)) and not value)
         if key not in known and is_set:
@@ -920,15 +913,15 @@ def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) ->
 
 
 class _Escaper:
-    """Copier of template inputs that escapes special tokens in their strings.
+    """Callable that copies template inputs and escapes special tokens in their strings.
 
-    The first character of a special token is replaced by `_ESCAPE` and the character's code point,
-    in digits, which survive templates that change the case of strings. An incomplete special token
-    at the end of a string is escaped, too, because a template may append the rest.
+    The first character of a special token is replaced by `_ESCAPE` and the decimal code point of
+    the character, which a change of case leaves as it is. An incomplete special token at the end of
+    a string is escaped, too, because a template may append the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
-        # A pattern consumes only the first character, so that overlapping tokens match, too.
+        # Patterns match only the first character, so that overlapping tokens are found, too.
         patterns = {_ESCAPE, _PIECE_BREAK}
         for token in specials:
             patterns.add(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
@@ -948,8 +941,8 @@ class _Escaper:
             return self(value.item())
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        # Templates only test whether images and other objects exist. An object's own text could
-        # contain special tokens, so its type's name replaces it.
+        # Templates only test whether images and other objects exist. str() of an object could have
+        # special tokens, so its type's name replaces it.
         return self(f"<{type(value).__name__}>")
 
 

@@ -1,8 +1,8 @@
 """The EVA2-CLIP vision tower of glm-4v and the projector to the language model's hidden size.
 
-The projector is an MLP. The tower differs from a usual ViT: a layer normalizes the *output* of its
-attention and of its MLP before the residual addition, there is no final norm, and the embeddings of
-begin- and end-of-image are parameters of the tower.
+The vision tower is a ViT with these differences: a layer normalizes the *output* of its attention
+and of its MLP before the residual addition, there is no final norm, and the embeddings of the begin
+and the end of an image are parameters of the tower. The projector is an MLP.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from .configuration_chatglm import ChatGLMConfig
 
 # A name's suffix lists the tensor's dimensions: x_NTV is (N, T, V).
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
-# (class token first), V hidden size of the tower, G side of the patch grid in patches,
-# K = num_image_tokens, D hidden size of the language model.
+# (class token first), V hidden size of the tower, G side of the patch grid in patches, I inner
+# tokens of an image (num_image_tokens), D hidden size of the language model.
 
 
 @dataclass
 class VisionOutputCollector:
-    """Collector of the tower's outputs besides the features. A list that is ``None`` is not filled.
+    """Collector of hidden states and attentions of the tower. Lists that are ``None`` stay empty.
 
     Attributes:
         hidden_states: The input of every layer and the output of the last, ``(N, T, V)`` each.
@@ -54,7 +54,7 @@ class PatchEmbedding(nn.Module):
         patches_NPV = self.project(images)
         class_N1V = self.cls_embedding.expand(images.shape[0], 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
-        # The module is called, because ZeRO-3 gathers its weight only for a call of the module.
+        # ZeRO-3 gathers the weight only if the module is called.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
         return tokens_NTV + self.position_embedding(positions)
 
@@ -167,7 +167,7 @@ class EVA2CLIPModel(nn.Module):
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        # The property is read only here, because torch.compile cannot trace it.
+        # torch.compile cannot trace the property config.vision, so it is read here.
         self.vision_config = vision = config.vision
         self.patch_embedding = PatchEmbedding(config)
         self.transformer = Transformer(config)
@@ -176,15 +176,14 @@ class EVA2CLIPModel(nn.Module):
         self.boi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.eoi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.scaling_factor = vision.scaling_factor
-        self.smallest_side = 2 * vision.patch_size
+        self.dummy_image_size = 2 * vision.patch_size  # the smallest that uses every parameter
 
     def forward(self, images: Tensor, collector: VisionOutputCollector | None = None) -> Tensor:
         """Encode images.
 
         Args:
             images: ``(N, 3, S, S)``, in the dtype of the weights. ``S`` is the configured
-                ``image_size``, or ``smallest_side`` for a dummy image, which only has to use every
-                parameter.
+                ``image_size``, or ``dummy_image_size`` for a dummy image.
             collector: Collects hidden states and attentions.
 
         Returns:
@@ -194,10 +193,10 @@ class EVA2CLIPModel(nn.Module):
         patches_NPV = self.transformer(self.patch_embedding(images), collector)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
-        # Contiguous, because bitsandbytes' matmuls on a CPU ignore strides.
-        image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
+        # contiguous(), because bitsandbytes' matmuls on a CPU ignore strides.
+        image_NID = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
         boi, eoi = (
-            vector.to(image_NKD.device).expand(image_NKD.shape[0], -1, -1)
+            vector.to(image_NID.device).expand(image_NID.shape[0], -1, -1)
             for vector in (self.boi, self.eoi)
         )
-        return torch.cat((boi, image_NKD, eoi), dim=1) / self.scaling_factor
+        return torch.cat((boi, image_NID, eoi), dim=1) / self.scaling_factor

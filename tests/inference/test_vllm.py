@@ -29,8 +29,8 @@ from glm4v_patched.inference.serving.limits import LIMITS_VARIABLE
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
 from glm4v_patched.models import limits
 from glm4v_patched.models.base import ModelSource
-from glm4v_patched.remote.image_checks import ImageFormat
-from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
+from glm4v_patched.remote.image_checks import PromptFormat
+from glm4v_patched.remote.image_layout import InputBatch, expand_image_placeholders
 from glm4v_patched.terminal_text import own_command, pip_install
 from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
@@ -235,9 +235,9 @@ def test_positions_are_those_of_the_model(parts, inner):
         ids = [BOI, *[FILL] * inner, EOI] if part == "i" else [int(part)]
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
-    form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
+    form = PromptFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
     expanded = expand_image_placeholders(
-        UnexpandedBatch(torch.tensor([row])), form, num_images=len(images)
+        InputBatch(torch.tensor([row])), form, num_images=len(images)
     )
     assert expanded.input_ids[0].tolist() == row
     assert shared_positions(len(row), images).tolist() == expanded.position_ids[0].tolist()

@@ -19,9 +19,9 @@ from glm4v_patched.models.limits import TOKENIZER_SETTINGS
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.remote.configuration_chatglm import (
-    GENERAL_SETTINGS,
+    GENERAL_FIELD_CHECKS,
     SAVED_CONFIG_FIELDS,
-    VISION_SETTINGS,
+    VISION_FIELD_CHECKS,
     ChatGLMConfig,
 )
 from tests.helpers.tiny import golden_json, update_json
@@ -33,9 +33,9 @@ OTHERS += ["__dict__", "vision", "keys_to_ignore_at_inference", "num_hidden_laye
 OTHERS += ["rope_parameters", "layer_types", "per_layer_config", "num_labels", "pruned_heads"]
 OTHERS += ["attn_implementation", "_attn_implementation_internal", "tokenizer_class", "model_type"]
 SETTINGS = [
-    *sorted({*SAVED_CONFIG_FIELDS, *GENERAL_SETTINGS}),
+    *sorted({*SAVED_CONFIG_FIELDS, *GENERAL_FIELD_CHECKS}),
     *OTHERS,
-    *(f"vision_config.{name}" for name in VISION_SETTINGS),
+    *(f"vision_config.{name}" for name in VISION_FIELD_CHECKS),
 ]
 
 

@@ -21,7 +21,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import glm4v_patched
-from glm4v_patched.remote.class_lists import register_class_name
+from glm4v_patched.remote.class_lists import add_to_mapping_names
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import (
@@ -179,7 +179,7 @@ def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
     # torch's wrapper has its own class name.
     wrapped = {"torch_compile": True, "torch_compile_backend": "eager"}
     # transformers 4 passes the setting to accelerate by the environment.
-    with patch.dict(os.environ), pytest.raises(RuntimeError, match="smooths .* model.compile()"):
+    with patch.dict(os.environ), pytest.raises(RuntimeError, match="smoothing.* model.compile()"):
         trainer(shallow_model(), data, tmp_path, **wrapped).train()
 
 
@@ -244,7 +244,7 @@ def test_entries_are_found_by_name_and_load_no_other_model(tmp_path, monkeypatch
     assert TrainingSummary.from_trainer(ran).tasks == "image-text-to-text"
     monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     with pytest.raises(ImportError, match="no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.* pip install"):
-        register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
+        add_to_mapping_names(GLM4VForCausalLM, "CAUSAL_LM")
 
 
 def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quantizers(tmp_path):

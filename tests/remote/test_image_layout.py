@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from glm4v_patched.remote.image_checks import ImageFormat
+from glm4v_patched.remote.image_checks import PromptFormat
 from glm4v_patched.remote.image_layout import (
     ExpandedBatch,
-    UnexpandedBatch,
+    InputBatch,
     expand_image_placeholders,
 )
 from tests.helpers.refused import refused
@@ -22,14 +22,14 @@ from tests.helpers.tiny import (
     unexpanded_image,
 )
 
-FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
+FORMAT = PromptFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
 
-def expand(rows, image_format=FORMAT, **fields) -> ExpandedBatch:
+def expand(rows, prompt_format=FORMAT, **fields) -> ExpandedBatch:
     """Expand one or several sequences of ids."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
     return expand_image_placeholders(
-        UnexpandedBatch(ids, **fields), image_format, int((ids == BOI).sum())
+        InputBatch(ids, **fields), prompt_format, int((ids == BOI).sum())
     )
 
 

@@ -124,7 +124,7 @@ def test_two_caches_are_refused(model):
         name: DynamicCache(config=model.config) for name in (CACHE_KEYWORD, OTHER_CACHE_KEYWORD)
     }
     ids = torch.tensor([text(4)])
-    with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE_KEYWORD}"):
+    with pytest.raises(ValueError, match=f"names of the same argument: give {CACHE_KEYWORD}"):
         model(input_ids=ids, **caches)
     twice = dict.fromkeys(caches, caches[CACHE_KEYWORD])
     assert model(input_ids=ids, **twice)[CACHE_KEYWORD] is caches[CACHE_KEYWORD]

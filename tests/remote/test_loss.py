@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 
-from glm4v_patched.remote.loss import has_fused_loss, supervised_positions
+from glm4v_patched.remote.loss import has_fused_cross_entropy, supervised_positions
 from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     expanded_image,
@@ -119,13 +119,13 @@ def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
     layer = model.transformer.output_layer
     assert type(layer) is torch.nn.Linear
     copied = copy.deepcopy(model).transformer.output_layer
-    assert has_fused_loss(copied) and copied.forward.__self__ is copied
+    assert has_fused_cross_entropy(copied) and copied.forward.__self__ is copied
     # An unpickled layer does not compute the loss itself.
     hidden = torch.randn(1, 2, model.config.hidden_size)
     for other in (layer, pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(hidden), F.linear(hidden, layer.weight))
     # Behind a hook of accelerate's, and as peft wraps it.
-    assert has_fused_loss(add_hook_to_module(copied, ModelHook()))
+    assert has_fused_cross_entropy(add_hook_to_module(copied, ModelHook()))
     config = LoraConfig(target_modules=["query_key_value"], modules_to_save=["output_layer"])
     model, ids = get_peft_model(model, config), torch.tensor([text(9)])
     skipped, plain = (model(ids, labels=ids, skip_logits=skip) for skip in (True, False))
@@ -202,7 +202,7 @@ def test_unexpanded_prompts_may_select_logits_of_text_after_images_only(model):
 SHORT = torch.arange(9) < 3
 REFUSED = {
     "labels without rows": (torch.ones(15, dtype=torch.long), 3, "(15,)", "(2, 15)"),
-    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "ps 15"),
+    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 pos", "selects 15"),
     "below 0": (None, -3, "-3"),
     "a short mask": (two_images(expanded_image())["labels"][:, :3], SHORT, "9 positions"),
     "a mask of each row": (None, SHORT.expand(2, -1), "2 dimensions"),
@@ -218,5 +218,5 @@ def test_invalid_logits_to_keep_are_refused_with_both_numbers(model, case):
         model(**inputs, logits_to_keep=selection)
     labels = two_images(expanded_image())["labels"]
     twice = {"labels": labels[:, -4:], "shift_labels": labels.roll(-1, dims=1)}
-    with pytest.raises(ValueError, match="labels were cut to 4 positions, and there are shift_la"):
+    with pytest.raises(ValueError, match="labels of 4 selected positions were given together"):
         model(**inputs | twice, logits_to_keep=4)

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
 from glm4v_patched.remote.keywords import CACHE_KEYWORD
-from glm4v_patched.remote.loss import has_fused_loss
+from glm4v_patched.remote.loss import has_fused_cross_entropy
 from glm4v_patched.remote.modeling_chatglm import ChatGLMModel, GLM4VForCausalLM
 from glm4v_patched.remote.sharding import must_run_on_every_process
 from tests.helpers.refused import refused
@@ -100,7 +100,7 @@ def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
     weight = model.get_output_embeddings().weight
     assert model.get_input_embeddings().weight.shape == weight.shape == (size, 64)
     assert model.config.vocab_size == model.config.padded_vocab_size == size
-    assert has_fused_loss(model.get_output_embeddings())
+    assert has_fused_cross_entropy(model.get_output_embeddings())
     before = weight.detach().clone()
     model.post_init()
     assert torch.equal(weight, before) and weight.requires_grad  # and is not initialized again

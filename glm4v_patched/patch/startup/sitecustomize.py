@@ -1,16 +1,16 @@
 """Post-import hooks that patch glm-4v and register framework plug-ins; see patch/run.py.
 
 Python runs this file at startup if this folder is on PYTHONPATH. If GLM4V_PATCHED is set, glm-4v is
-patched as soon as transformers has been imported, and a framework's plug-in is registered as soon
-as the module with that framework's registry has been imported. Errors are raised from that import:
-Python only prints errors that a sitecustomize.py raises itself.
+patched after the import of transformers, and a framework's plug-in is registered after the import
+of the module that has the framework's registry. Errors are raised from that import, because Python
+only prints the errors of a sitecustomize.py.
 """
 
 import os
 import sys
 
 # Packages that patching imports. Patching waits until none of them is partly imported: peft, for
-# one, imports transformers before it has defined the classes to be patched.
+# example, imports transformers before it defines the classes that are patched.
 PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "peft", "transformers"}
 
 # Modules of frameworks, and the module of glm4v_patched.integrations that registers its plug-in.
@@ -32,7 +32,7 @@ def find_module_spec(name, path):
 
 
 class PostImportHook:
-    """A meta path finder that delegates to the other finders and acts after an import."""
+    """A meta path finder that delegates to the other finders, and patches after an import."""
 
     def __init__(self):
         self.must_patch = True
@@ -77,7 +77,7 @@ class PostImportHook:
             # The next import of transformers tries, and fails, again.
             self.must_patch = True
             sys.modules.pop("transformers", None)
-            # An ImportError would be taken to mean that transformers is not installed.
+            # Other code takes an ImportError as a sign that transformers is not installed.
             raise RuntimeError(
                 f"glm-4v could not be patched by GLM4V_PATCHED={os.environ['GLM4V_PATCHED']!r} "
                 f"({error}); install glm4v-patched for this Python ({sys.executable}) with a "
