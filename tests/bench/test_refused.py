@@ -2,7 +2,10 @@
 
 import pytest
 
+from glm4v_patched.bench import training
+from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.cli import main
+from glm4v_patched.engine.gpus import Gpu, Gpus
 
 TRAINING = (
     (0, "", "there is no GPU: none here; to use the CPU: --device cpu --config FILE"),
@@ -86,3 +89,11 @@ def test_a_file_without_rows_is_refused(tmp_path, refused):
         path.write_bytes(text)
         refused("bench --out rows.json", "rows.json has no rows of bench")
         assert path.read_bytes() == text
+
+
+def test_the_smallest_gpu_of_those_that_are_used_decides(monkeypatch):
+    gpus = Gpus(tuple(Gpu("a GPU", gb * 10**9, (9, 0)) for gb in (150, 10, 150)), "")
+    monkeypatch.setattr(training, "find_gpus", lambda: gpus)
+    settings = TrainingSettings(trained="lora_lm")
+    problems = [training._memory_problem(settings, number, on_cpu=False) for number in (1, 2, 3)]
+    assert [*map(bool, problems)] == [False, True, True]

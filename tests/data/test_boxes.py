@@ -60,6 +60,24 @@ def test_a_box_of_each_format_is_the_same_in_thousandths(numbers, box_format, bo
 
 
 @pytest.mark.parametrize(
+    ("unit", "pixel", "width", "height"),
+    [("pixels", 1, *SIZE), ("fractions", 0.001, 1, 1), ("thousandths", 1, 1000, 1000)],
+)
+@pytest.mark.parametrize("is_tall", [True, False])
+def test_a_box_as_thin_as_a_unit_has_an_extent_and_three_digits_at_every_edge(
+    unit, pixel, width, height, is_tall
+):
+    length, other = (width, height) if is_tall else (height, width)
+    for start in (-pixel, 0, length / 3, length - pixel, length - pixel / 2, length):
+        numbers = (start, 0, start + pixel, other)
+        numbers = numbers if is_tall else (0, start, other, start + pixel)
+        box = to_thousandths(numbers, f"{unit}_xyxy", SIZE)
+        first, last = (box.left, box.right) if is_tall else (box.top, box.bottom)
+        assert 0 <= first < last <= 999
+        assert abs(first - 1000 * start / length) <= 1000 * pixel / length + 2
+
+
+@pytest.mark.parametrize(
     ("numbers", "box_format"),
     [
         ((0, 0, 642, 200), "pixels_xyxy"),

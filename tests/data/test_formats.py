@@ -335,6 +335,13 @@ def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder, words):
     require_first_rows([replace(source, allow_urls=True), DataSource("someone/rows")])
 
 
+@pytest.mark.parametrize(("number", "summary"), [(20, "20 of 20 rows"), (21, "its first 20 rows")])
+def test_all_rows_are_counted_where_they_are_as_many_as_are_listed(tmp_path, number, summary):
+    (tmp_path / "a.jsonl").write_text("5\n" * number)
+    with pytest.raises(ValueError, match=f"{summary} can"):
+        require_first_rows([DataSource(str(tmp_path / "a.jsonl"))])
+
+
 def test_written_conversations_replace_no_file_unless_told(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("mine")

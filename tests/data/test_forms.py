@@ -100,6 +100,15 @@ def test_columns_make_the_words_of_a_row(tmp_path):
         assert said(result) == expected
 
 
+def test_zero_and_false_are_values_of_a_column_and_no_empty_cells(tmp_path):
+    (result,) = read_named(tmp_path, {"n": 0, "m": 0.0}, {"question": "n", "answer": "m"})
+    assert said(result) == ["0", "0.0"]
+    columns = {"question": "q", "answer": "a"}
+    for value, is_empty in ((0, False), (0.0, False), (False, False), (None, True), ("", True)):
+        (result,) = read(tmp_path / "a.jsonl", [{"q": "q", "a": "b", "x": value}], columns=columns)
+        assert isinstance(result, ConversationRow) is is_empty, value
+
+
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
     refused = [
         ("Question Text", "a"),
@@ -233,6 +242,16 @@ def test_a_packed_file_that_is_cut_is_refused_and_one_of_several_parts_is_read(t
         assert len(read(path, part + part)) == 2000
         with pytest.raises(ValueError, match=r"a\.jsonl cannot be read: "):
             read(path, part + part[: len(part) // 2])
+
+
+def test_files_of_an_archive_are_of_a_row_by_their_names_up_to_the_first_dot(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("1.q.txt", "1.a.v2.txt", "x/1.q.txt", "x/1.a.v2.txt"):
+            (tmp_path / "text").write_text(name)
+            archive.add(tmp_path / "text", name)
+    columns = {"question": "q.txt", "answer": "a.v2.txt"}
+    rows = [said(row) for row in read(tmp_path / "a.tar", columns=columns)]
+    assert rows == [["1.q.txt", "1.a.v2.txt"], ["x/1.q.txt", "x/1.a.v2.txt"]]
 
 
 def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path):

@@ -126,6 +126,9 @@ def test_images_at_the_limits_are_taken_in_any_number_of_frames():
         assert find_image_problem(encoded("PNG", size, "1")) is None
     assert find_image_problem(png(chunk(b"prVt") * 9000)) is None
     assert find_image_problem(tiled(16)) is None
+
+
+def test_each_byte_that_is_decoded_in_python_costs_as_much_as_sixteen_pixels():
     for content in (run_length_encoded(10**5), b"P2 9 9 255 #a\n" + b"1 " * 81):
         assert pixels(content) >= 16 * len(content)
 

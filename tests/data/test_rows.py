@@ -104,6 +104,16 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
         read_conversations(source.path)
 
 
+def test_the_class_of_a_row_without_one_is_no_name(tmp_path):
+    """``datasets`` writes -1 for it."""
+    features = datasets.Features({"q": datasets.Value("string"), "a": datasets.ClassLabel(2)})
+    table = datasets.Dataset.from_dict({"q": ["a"], "a": [-1]}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    source = DataSource(str(tmp_path / "a.parquet"), columns={"question": "q", "answer": "a"})
+    with pytest.raises(ValueError, match="row 1: a is -1; expected a class from 0 to 1"):
+        read_conversations(source)
+
+
 @pytest.fixture
 def files(tmp_path, cache) -> ImageFiles:
     return ImageFiles(str(tmp_path), allow_urls=True)
@@ -117,6 +127,12 @@ def test_bytes_are_written_once_under_their_digest(files, cache):
     assert [file.name for file in cache.iterdir()] == [Path(path).name]
     Path(path).write_bytes(b"cut")
     assert Path(files.path_of(png())).read_bytes() == png()
+
+
+def test_empty_bytes_are_no_image_and_do_not_stand_for_the_file_of_their_path(files, tmp_path):
+    (tmp_path / "x.png").write_bytes(png())
+    assert Path(files.path_of({"bytes": b"", "path": "x.png"})).read_bytes() == b""
+    assert files.path_of({"bytes": None, "path": "x.png"}) == str(tmp_path / "x.png")
 
 
 def test_a_full_disk_is_no_fault_of_a_row(tmp_path, monkeypatch):

@@ -128,6 +128,15 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
     assert [*check(source, on_bad="skip").conversations()] == rows[:7] + rows[8:]
 
 
+@pytest.mark.parametrize("numbers", [[], [0], [8], [2, 3], [0, 4, 8], [1, 2, 6, 7], [*range(9)]])
+def test_columns_of_selected_rows_are_of_these_rows_whatever_batches_they_are_in(numbers):
+    """Rows that were checked are read column by column; those that are skipped are left out."""
+    empty = {name: None for name in stored_rows.SCHEMA.names}
+    batches = [[empty | {"line": n} for n in range(begin, begin + 3)] for begin in (0, 3, 6)]
+    selected = stored_rows.store_rows(batches, None).select(numbers)
+    assert [line for (line,) in stored_rows.iter_values(selected, "line")] == numbers
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(check, write, monkeypatch):
     a = write("a", range(3))
     before, read = Path(a.path).read_text(), checking.iter_rows

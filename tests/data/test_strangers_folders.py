@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -19,7 +20,7 @@ import pytest
 import yaml
 
 from glm4v_patched.data import cards, tables, text_rows
-from glm4v_patched.data.folders import find_matching_files
+from glm4v_patched.data.folders import Folder, HubFolder, find_matching_files
 from glm4v_patched.data.rows import (
     ConversationRow,
     RowProblem,
@@ -195,6 +196,14 @@ def test_a_card_may_name_splits_that_were_not_downloaded(folder):
         read(folder, split="test")
     with pytest.raises(ValueError, match="has the splits test, train, .odd. and not dev: name one"):
         read(folder, split="dev")
+
+
+@pytest.mark.parametrize("spelling", ["data", "data/", "./data", "./data//"])
+def test_a_data_dir_is_that_folder_and_none_whose_name_begins_alike(folder, spelling):
+    (folder / "data-old").mkdir()
+    write_rows(folder / "data-old" / "b.jsonl", turns("old"))
+    readme(folder, of_config(data_dir=spelling))
+    assert [row.messages for row in read(folder)] == [turns("inside")]
 
 
 CARDS = {
@@ -422,6 +431,20 @@ def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, wat
         assert absolute.images == relative.images == [str(images / "a.png")]
     private = [arguments for _, arguments in watched if "private.png" in arguments]
     assert not private
+
+
+def test_hidden_files_and_all_in_hidden_folders_are_of_neither_the_hub_nor_a_folder(
+    tmp_path, monkeypatch
+):
+    visible = ["_a.jsonl", "a.jsonl", "x.y/a.b.jsonl", "x/_y/a.jsonl"]
+    hidden = [".a.jsonl", "__a.jsonl", ".x/a.jsonl", "__x/y/a.jsonl", "x/.y/z/a.jsonl", "x/._a"]
+    for name in [*visible, *hidden]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    siblings = [SimpleNamespace(rfilename=name) for name in [*hidden, *visible]]
+    info = SimpleNamespace(sha="c", siblings=siblings)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
+    assert HubFolder(HUB_ID, None).files == Folder(str(tmp_path)).files == visible
 
 
 def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):

@@ -24,7 +24,15 @@ def machine(monkeypatch):
 
 
 def test_each_process_gets_its_share_of_the_cores_but_one(machine):
-    for cores, processes, number in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (32, 2, 8), (32, 8, 3)):
+    for cores, processes, number in (
+        (1, 1, 0),
+        (2, 1, 1),
+        (2, 2, 0),
+        (6, 4, 0),
+        (15, 4, 2),
+        (32, 8, 3),
+        (64, 2, 8),
+    ):
         machine(cores)
         assert default_workers(processes, images=4, side=1120) == number
 
@@ -43,6 +51,8 @@ def test_what_a_recipe_says_of_workers_is_done_and_left_where_none_can_be_had(ma
     assert loader_options(of_workers, 1, 4)["dataloader_prefetch_factor"] == 4
     config = {"dataloader_num_workers": 3}
     assert loader_options(config, 1, 4) == config | {"dataloader_prefetch_factor": 2}
+    off = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 4}
+    assert loader_options(off, 1, 4) == {"dataloader_num_workers": 0}  # although 8 would fit
     machine(1)
     none = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
     assert loader_options(of_workers, 1, 4) == none | {"dataloader_num_workers": 0}

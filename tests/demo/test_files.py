@@ -1,6 +1,7 @@
 """The demo overwrites only files that a demo has written."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,6 +71,22 @@ def test_a_locked_folder_and_a_dangling_link_are_refused(demo_folders, tmp_path,
     monkeypatch.setattr(demo, "_train_and_evaluate", run)
     start(out)
     assert demo_folders == [out]
+
+
+def test_the_model_is_asked_about_other_images_than_it_learned(tmp_path, monkeypatch):
+    images: dict[str, list[bytes]] = {}
+
+    def draw(folder, name, number, seed, task):
+        draw_data_set(folder / name, 8, seed, 28, task)
+        images[name] = [path.read_bytes() for path in (folder / name).glob("*.png")]
+        return folder / name
+
+    monkeypatch.setattr(demo, "_write_data_set", draw)
+    monkeypatch.setattr(demo, "read_conversations", lambda _: [])
+    monkeypatch.setattr(demo, "build_from_scratch", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        demo._train_and_ask(tmp_path, Placement(1, on_cpu=True), 1, "shapes", Mock(), 0.0)
+    assert images["train"] and not {*images["train"]} & {*images["held_out"]}
 
 
 def test_each_answer_fits_its_question(tmp_path):

@@ -114,6 +114,19 @@ def test_a_start_elsewhere_or_before_others_that_are_complete_is_refused(tmp_pat
         require_checkpoint(tmp_path / "out", checkpoint)
 
 
+def test_a_checkpoint_is_of_its_folder_however_both_are_spelled(tmp_path, monkeypatch):
+    add_checkpoint(tmp_path / "out", 4)
+    add_checkpoint(tmp_path / "out-2", 4)
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.chdir(tmp_path)
+    folders = [Path("out"), tmp_path / "out", Path("link"), Path("link/../out")]
+    for folder in folders:
+        for same in folders:
+            require_checkpoint(folder, same / "checkpoint-4")
+        with pytest.raises(ValueError, match="is not a checkpoint in"):
+            require_checkpoint(folder, Path("out-2/checkpoint-4"))
+
+
 def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path, caplog):
     for step, complete in ((2, False), (4, True), (6, True), (8, False)):
         add_checkpoint(tmp_path, step, complete)
@@ -134,6 +147,7 @@ def test_another_run_s_checkpoint_is_refused_with_what_differs(tmp_path):
         (SETTINGS | {"processes": 4}, BASE, "- processes: 2 there, 4 now"),
         (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a there, absent"),
         (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent there, 8 now"),
+        (SETTINGS | {"trainer.new": None}, BASE, "trainer.new: absent there, None now"),
     ):
         with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*another folder"):
             require_same_run(checkpoint, now, base)

@@ -96,6 +96,15 @@ CHECKPOINT_OF_LM = {
 }
 
 
+@pytest.mark.parametrize("present", [0, 1, 2, 3])
+def test_checkpoints_that_are_there_need_no_space_and_surplus_ones_give_none(tmp_path, present):
+    for step in range(present):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    options = recipe({"trained": "lm"}).engine_options()
+    space = needed_space(str(tmp_path), tiny_model().config, options, 2)
+    assert space.total == space.model + max(2 - present, 0) * space.checkpoint
+
+
 @pytest.mark.parametrize("stage", CHECKPOINT_OF_LM)
 def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
     options = recipe({"trained": "lm", "engine.zero_stage": stage}).engine_options()

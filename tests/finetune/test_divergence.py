@@ -77,6 +77,14 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert "in step 1 (learning rate" in run.watch.verdict
 
 
+def test_of_two_streaks_since_the_last_look_the_first_is_named():
+    run = Run(limit=2, logs=False)
+    for loss in (1.0, NAN, NAN, 1.0, NAN, NAN):
+        run.step(loss)
+    run.step(1.0, saves=True)
+    assert "in 2 steps in a row, 2 to 3" in run.watch.verdict
+
+
 def test_the_limit_is_no_more_than_the_steps_of_the_run_wherever_it_is_continued():
     for done, max_steps, ends in ((0, 2, True), (30, 32, False)):
         run = Run(limit=5, max_steps=max_steps, logs=False, done=done)

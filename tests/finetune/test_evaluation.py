@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune import evaluation
+from glm4v_patched.finetune import evaluation, trainer
 from glm4v_patched.finetune.checkpoints import (
     ResumeFingerprint,
     data_changes,
@@ -20,7 +22,7 @@ from glm4v_patched.finetune.checkpoints import (
 )
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
-from glm4v_patched.finetune.plan import check_data, digest_rows
+from glm4v_patched.finetune.plan import Plan, check_data, digest_rows
 from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.trainer import RecipeTrainer
@@ -245,6 +247,27 @@ def test_rows_that_decide_what_is_best_belong_to_a_run(base_recipe, tmp_path):
         assert len(data_changes(tmp_path, now, accept=True)) == decides
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "decides"),
+    [
+        ("load_best_model_at_end", True, True),
+        ("save_strategy", "best", True),
+        ("patience", 1, True),
+        ("save_strategy", "steps", False),
+    ],
+)
+def test_rows_for_evaluation_count_with_each_field_by_which_they_decide(
+    base_recipe, name, value, decides
+):
+    values = {"load_best_model_at_end": False, "save_strategy": "no", "patience": None}
+    values |= {name: value}
+    plan = SimpleNamespace(
+        arguments=values, loop=SimpleNamespace(patience=values["patience"]), settings={}, files={}
+    )
+    rows = Plan.fingerprint(cast(Any, plan), check_data(resolve_recipe(base_recipe))).rows
+    assert (rows.evaluated is not None) is decides
+
+
 @pytest.mark.parametrize(("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2)])
 def test_all_processes_have_as_many_batches_and_each_row_counts_once(
     monkeypatch, rows, batch, processes
@@ -259,3 +282,19 @@ def test_all_processes_have_as_many_batches_and_each_row_counts_once(
         counted += [n for one, w in zip(batches, weights, strict=True) for n in one if w]
         assert all(batches)
     assert sorted(counted) == list(range(rows)) and len(lengths) == 1
+
+
+def test_a_batch_of_weight_0_counts_neither_in_the_mean_loss_nor_in_its_tokens(monkeypatch):
+    labels = torch.tensor([[-100, 1, 2, 3]])
+    monkeypatch.setattr(trainer, "shard_batches", lambda *_: ([[0], [1], [0]], [1, 1, 0]))
+    arguments = SimpleNamespace(per_device_eval_batch_size=1, dataloader_num_workers=0)
+    arguments.device = torch.device("cpu")
+    of_trainer = SimpleNamespace(
+        args=arguments,
+        eval_collator=None,
+        model_wrapped=torch.nn.Identity(),
+        is_world_process_zero=lambda: False,
+        _loader=lambda *_, batch_sampler: [{"labels": labels, "row": n} for [n] in batch_sampler],
+        _sum_of_losses=lambda batch: torch.tensor(3.0 + 6 * batch["row"]),
+    )
+    assert RecipeTrainer._mean_loss(cast(Any, of_trainer), [0, 1]) == (12 / 6, 6)

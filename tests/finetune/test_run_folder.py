@@ -67,6 +67,16 @@ def test_what_no_run_wrote_is_never_replaced(tmp_path, names):
     assert contents(out) == before
 
 
+def test_no_file_that_a_run_reads_is_replaced_however_it_is_spelled(tmp_path):
+    out = files(tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    for folder in (out, tmp_path / "link", tmp_path / "link" / ".." / "out"):
+        for same in (out, tmp_path / "link", out / ".." / "out"):
+            with pytest.raises(ValueError, match="would replace"):
+                require_usable(folder, [same / "recipe.json"], {"max_steps": 10}, True)
+        require_usable(folder, [tmp_path / "out-2" / "recipe.json"], {"max_steps": 10}, True)
+
+
 def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
     """Its record is not closed, as after SIGKILL."""
     out = begun_run(tmp_path / "out")
@@ -161,6 +171,12 @@ def test_an_empty_folder_stays_if_it_was_there_and_goes_if_it_was_made_for_the_l
         with locked(tmp_path / name):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_parents_that_were_made_for_the_lock_go_with_it_and_others_stay(tmp_path):
+    with locked(tmp_path / "a" / "b" / "c"):
+        (tmp_path / "a" / "other").mkdir()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["other"]
 
 
 def test_places_that_cannot_be_a_folder_are_named(tmp_path, words):

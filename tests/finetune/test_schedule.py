@@ -1,6 +1,7 @@
 """Schedules of the learning rate that cannot train are refused, with what they may be given."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import transformers
@@ -77,6 +78,25 @@ def test_what_cannot_be_built_or_cannot_train_is_refused(words):
             require_schedule(arguments)
         messages += [f"{name} {kwargs} {more}", f"  {refused.value}"]
     words("\n".join(messages).replace(transformers.__version__, "VERSION"))
+
+
+def test_a_rate_above_0_after_the_last_step_trains_nothing():
+    with pytest.raises(ValueError, match="learning rate 0 in all of the 1 steps"):
+        require_schedule(fields("constant_with_warmup", {}, 1, warmup_steps=1))
+    require_schedule(fields("constant_with_warmup", {}, 2, warmup_steps=1))
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "exact_match"])
+@pytest.mark.parametrize("greater", [True, False, None])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_mode_of_a_schedule_is_what_greater_is_better_says_or_else_the_metric(
+    metric, greater, mode
+):
+    more = {} if greater is None else {"greater_is_better": greater}
+    arguments = fields("reduce_lr_on_plateau", {"mode": mode}, metric_for_best_model=metric, **more)
+    is_greater = metric == "exact_match" if greater is None else greater
+    with nullcontext() if (mode == "max") == is_greater else pytest.raises(ValueError, match=mode):
+        require_schedule(arguments)
 
 
 def test_the_edges_of_a_timescale_are_refused():

@@ -79,6 +79,22 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
     assert "may not suffice" in describe_memory(replace(plan, needed=free - NON_TORCH_BYTES + GIB))
 
 
+def test_memory_outside_of_torch_is_left_out_of_what_is_shown_as_free():
+    plan = SimpleNamespace(free=20 * GIB + NON_TORCH_BYTES, needed=5 * GIB, is_tight=False)
+    assert describe_memory(plan) == "5.0 GiB on each GPU, of 20.0 GiB that are free"
+
+
+def test_only_the_processes_of_this_machine_share_its_cores_and_shared_memory(mine, monkeypatch):
+    sharing: list[int] = []
+    monkeypatch.setattr(
+        planning, "loader_options", lambda fields, processes, *_: sharing.append(processes) or {}
+    )
+    job = resolve_recipe(mine)
+    for placement in (Placement(4, local_processes=2, on_cpu=True), Placement(4, on_cpu=True)):
+        make_plan(job, placement, check_data(job))
+    assert sharing == [2, 4]
+
+
 def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
     """The summary, --dry-run and doctor, and the engine of the process that trains."""
     write_recipe(mine, tmp_path / "recipe.json")

@@ -154,6 +154,15 @@ def test_an_output_with_foreign_files_is_refused_and_unchanged(name, original, m
     assert as_files(tmp_path / "out") == before
 
 
+def test_a_build_into_a_link_replaces_the_folder_that_it_leads_to(original, make, tmp_path):
+    make(original)
+    (tmp_path / "link").symlink_to("out")
+    (tmp_path / "out" / "LICENSE").unlink()
+    make(original, out="link")
+    assert (tmp_path / "out" / "LICENSE").is_file() and (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "link"}
+
+
 def test_the_source_itself_is_never_written_to(changed, tmp_path):
     (tmp_path / "link").symlink_to(changed)
     before = as_files(changed)
@@ -201,6 +210,7 @@ REFUSED = [
     ("adapter_config.json", "{}", r"has an adapter \(adapter_config.json\).*merge"),
 ]
 INVALID_FILES = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
+INVALID_FILES += ["a.safetensors/../b.safetensors", "model.safetensors.bin"]
 INVALID_INDEXES = [
     json.dumps({"metadata": {}, "weight_map": {"a": name}}) for name in INVALID_FILES
 ]
@@ -351,3 +361,14 @@ def test_trained_weights_need_their_base_model(file, values, changed, make, run,
     assert json.loads((out / MANIFEST).read_text())["fine_tune"] == fine_tune
     # Building from that build needs no options.
     assert (make(out, out="again") / "README.md").read_text() == card
+
+
+def test_the_manifest_of_an_earlier_build_describes_no_other_weights(original, make):
+    out = make(original, "our-org/receipts", "the language model")
+    assert read_source(str(out)).fine_tune.trained == "the language model"
+    [shard, *_] = sorted(out.glob("*.safetensors"))
+    content = shard.read_bytes()
+    shard.unlink()  # it is hard-linked to the original's
+    shard.write_bytes(content[:-1] + b"x")
+    with pytest.raises(ValueError, match="is not .* as it was published .* give --fine-tune-of"):
+        read_source(str(out))

@@ -1,6 +1,8 @@
 """Publishing with the installed client to a local Hub: its files afterwards, with and without
 faults."""
 
+import os
+
 import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
@@ -218,8 +220,13 @@ def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy
     (copy / SHARD).write_bytes(content)
 
     hub.fail("PUT", "/lfs/", answer={}, times=9)
-    other = b"x" * len(content)
-    hub.fail("POST", "/objects/batch", call=lambda: (copy / SHARD).write_bytes(other))
+    before = (copy / SHARD).stat()
+
+    def write_other_bytes_with_the_same_time():
+        (copy / SHARD).write_bytes(b"x" * len(content))
+        os.utime(copy / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    hub.fail("POST", "/objects/batch", call=write_other_bytes_with_the_same_time)
     status, output = publish(copy, "--push")
     assert status == 1 and f"{SHARD} changed during the upload, so nothing was" in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")

@@ -140,3 +140,13 @@ def test_scores_are_means_over_the_rows_that_they_apply_to():
     assert compute_scores(lines[3:], METRICS).keys() & METRICS.keys() == {"exact_match", "token_f1"}
     own = {"mine": exact_match}  # a metric of the user applies to all rows
     assert compute_scores(lines, own)["mine"] == 0.75
+
+
+def test_only_answers_to_rows_with_their_own_images_count_as_rows_cut():
+    cut = [(swapped, reason) for swapped in (False, True) for reason in ("length", "stop")]
+    lines = [
+        AnswerLine(Question(row, [], "a", swapped), "a", reason)
+        for row, (swapped, reason) in enumerate([*cut, (True, "length")])
+    ]
+    scores = compute_scores(lines, {})
+    assert (scores["rows"], scores["rows_swapped"], scores["rows_cut"]) == (2, 3, 1)

@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from PIL import Image
 
-from glm4v_patched.inference.answer_worker import Answerer
+from glm4v_patched.inference.answer_worker import Answerer, count_positions
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import (
     AnswerEnd,
@@ -194,7 +194,7 @@ def test_sampled_tokens_depend_on_the_seed(server):
     assert drawn(temperature=1, extra_body={"top_k": 1}) == greedy
     hot: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9}
     assert len({drawn(**hot), drawn(**hot), drawn(**hot, seed=1), drawn(**hot, seed=2)}) == 4
-    for seed in (2**63 - 1, -(2**63)):  # OpenAI's range
+    for seed in (0, 2**63 - 1, -(2**63)):  # OpenAI's range
         assert drawn(**hot, seed=seed) == drawn(**hot, seed=seed)
     # The ends of what is taken are computed.
     assert drawn(temperature=1e-3) and drawn(temperature=100)
@@ -368,6 +368,36 @@ def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_images_at
     assert sorted(sizes) == [1] * 6 + [2, 2, 16] and events_by_name.pop("gone") == []
     for events in events_by_name.values():
         assert isinstance(events[-1], AnswerEnd) and events[-1].reason == "length"
+
+
+@pytest.mark.parametrize(("images", "sizes"), [((8, 8), [2]), ((8, 9), [1, 1]), ((17, 0), [1, 1])])
+def test_a_batch_has_sixteen_images_and_only_a_request_alone_more(
+    answerer, monkeypatch, images, sizes
+):
+    image, text = {"type": "image", "image": png()}, {"type": "text", "text": "a"}
+    prompts = [[{"role": "user", "content": [*[image] * number, text]}] for number in images]
+    asks = [asking({}, n, prompt=prompt, max_tokens=1) for n, prompt in enumerate(prompts)]
+    assert batches_of(answerer, monkeypatch, asks) == sizes
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_request_with_any_seed_shares_no_batch(seed):
+    seeded, plain = asking({}, 1, seed=seed).request, asking({}, 2).request
+    assert plain.can_batch_with(plain)
+    assert not seeded.can_batch_with(plain) and not plain.can_batch_with(seeded)
+
+
+@pytest.mark.parametrize(("spare", "sizes"), [(-1, [1, 1]), (0, [2]), (1, [2])])
+def test_a_request_is_answered_with_less_as_much_and_more_room_than_the_longest_answer(
+    answerer, monkeypatch, spare, sizes
+):
+    events: dict[object, list] = {}
+    long = [{"role": "user", "content": "x" * 990}]
+    [length] = count_positions(answerer.processor, [long])
+    longest = answerer.model.config.seq_length - length - spare
+    asks = [asking(events, 1, prompt=long, max_tokens=1), asking(events, 2, max_tokens=longest)]
+    assert batches_of(answerer, monkeypatch, asks) == sizes
+    assert [events[n][-1][:2] for n in (1, 2)] == [("length", 1), ("length", longest)]
 
 
 def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):

@@ -20,6 +20,7 @@ from glm4v_patched.inference.serving.limits import (
     LIMITS_VARIABLE,
     MAX_JSON_VALUES,
     MAX_TEXT_BYTES,
+    ApiError,
     ServerLimits,
 )
 from glm4v_patched.inference.serving.serve import allowed_hosts
@@ -424,6 +425,15 @@ def test_a_message_hides_no_image_under_a_name_that_a_request_has_for_other_thin
     part = {"type": "text", "text": "", key: [{"image_url": "http://example.org/a.png"}]}
     status, body = ask({"messages": [{"role": "user", "content": [part]}]})
     assert (status, body["error"]["code"]) == (400, "url_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request"), (401, "authentication"), (404, "invalid_request")]
+    + [(429, "rate_limit"), (499, "invalid_request"), (500, "server"), (503, "server")],
+)
+def test_an_error_is_of_the_kind_that_clients_know_by_its_status(status, kind):
+    assert ApiError(status, "x").body()["error"]["type"] == f"{kind}_error"
 
 
 def test_images_are_counted_together():

@@ -21,6 +21,7 @@ def test_the_file_for_external_plugins_is_printed():
     ("content", "num_images", "text"),
     [
         ("<image> What?\n<image>", 2, "What?"),
+        ("\n<image>\nWhat?\n <image>\n<image> \n", 3, "What?"),
         ("\nWhat?", 0, "\nWhat?"),
         ("Is <image> like <image>", 0, "Is <image> like <image>"),
         ("<image>Is <image> like\n<image>", 1, "Is <image> like\n<image>"),
