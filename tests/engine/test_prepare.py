@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -34,21 +33,6 @@ ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
 def test_recipe_and_bench_have_the_same_defaults():
     from_recipe = recipe({"engine": {}, "trained": "lora_lm"}).engine_options()
     assert TrainingSettings(trained="lora_lm").engine_options() == from_recipe
-
-
-def test_options_reach_the_model():
-    received = {}
-
-    def build(**kwargs):
-        received.update(kwargs)
-        return tiny_model()
-
-    options = replace(PLAIN, attn_implementation="eager", precision="fp32", loss_chunk_size=7)
-    for skip_logits in (True, False):
-        model = prepare_model(replace(options, skip_logits=skip_logits), partial(build, extra=1))
-        assert received == {"dtype": torch.float32, "attn_implementation": "eager", "extra": 1}
-        assert model.config.skip_logits is skip_logits
-        assert model.config.loss_chunk_size == 7 and model.training
 
 
 @pytest.mark.parametrize(("stage", "trained"), [(0, torch.float32), (2, torch.bfloat16)])
