@@ -123,7 +123,9 @@ def measured_rows():
 @pytest.mark.parametrize(("options", "batch", "peak", "chunk"), list(measured_rows()))
 def test_the_estimate_is_near_the_measured_peak(options, batch, peak, chunk):
     config = ChatGLMConfig(loss_chunk_size=chunk)
-    assert estimate_peak_bytes(config, options, batch) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
+    assert estimate_peak_bytes(config, options, batch) / GIB == pytest.approx(
+        peak, rel=0.08, abs=1.5
+    )
 
 
 # Peaks of a step on one H200 (torch 2.11) in GiB, measured by the GPU test below: by trained
