@@ -10,20 +10,14 @@ from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB
-from glm4v_patched.engine.options import EngineOptions, LoraOptions
+from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.engine.trainable import load_trainable_adapters, select_weights
+from tests.helpers.fp8 import PLAIN as FP8
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
 
-PLAIN = EngineOptions(
-    tower="full",
-    language="full",
-    offload=False,
-    compile=False,
-    precision="bf16",
-    stage3_max_live_parameters=1e9,
-)
+PLAIN = replace(FP8, trained="full", zero_stage=3, fp8=False, tower="full", language="full")
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
 
