@@ -6,15 +6,17 @@
 import json
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import timer  # it waits for the GPU
 
 from ..installed_versions import versions
+from .roofline import benchmark_config
+from .training import device_name
 
 
 def measure_batches(settings: dict, out: Path) -> None:
@@ -26,7 +28,7 @@ def measure_batches(settings: dict, out: Path) -> None:
     weight_bytes = weight_bytes_per_step(model)
     copied_settings = ("new_tokens", "prompt_tokens", "cache")
     common: dict[str, Any] = {name: settings[name] for name in copied_settings}
-    common |= {"device": device_label(device), "weights_gb": weight_bytes / 1e9}
+    common |= {"device": device_name(device.type == "cpu"), "weights_gb": weight_bytes / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
     common["versions"] = versions(settings["packages"])
     rows: list[dict] = []
@@ -48,14 +50,11 @@ def build_benchmark_model(settings: dict) -> Any:
     """
     from ..engine.trainable import build_random_model
     from ..models.loading import build_on_device
-    from ..remote.configuration_chatglm import ChatGLMConfig
 
-    config_file = settings["config"]
-    sizes = json.loads(Path(config_file).read_text(encoding="utf-8")) if config_file else {}
     device = settings["device"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        build = partial(build_random_model, ChatGLMConfig(**sizes), dtype=dtype)
+        build = partial(build_random_model, benchmark_config(settings["config"]), dtype=dtype)
         model = build_on_device(build, device, settings["weights"])
     return model.eval().requires_grad_(False)
 
@@ -72,17 +71,15 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         length = image_tokens + settings["prompt_tokens"] + new_tokens
 
     def time_generate(tokens: int) -> float:
-        synchronize(device)
-        began = time.perf_counter()
+        began = timer()
         cache_options = {} if caches is None else caches.generate_kwargs(batch, length)
         with torch.no_grad():
             ids = model.generate(
                 **inputs, **cache_options, max_new_tokens=tokens, do_sample=False,
                 eos_token_id=None, pad_token_id=model.config.pad_token_id,
             )  # fmt: skip
-        synchronize(device)
         assert ids.shape[1] == inputs["input_ids"].shape[1] + tokens
-        return time.perf_counter() - began
+        return timer() - began
 
     # The first runs capture the CUDA graph of a decode step.
     ready_s = time_generate(min(6, new_tokens)) + time_generate(min(6, new_tokens))
@@ -157,23 +154,10 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target, times = torch.empty_like(source), []
     for _ in range(6):
-        synchronize(device)
-        began = time.perf_counter()
+        began = timer()
         target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - began)
+        times.append(timer() - began)
     return 2 * size / min(times)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all queued work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def device_label(device: torch.device) -> str:
-    """Return the name of the GPU, or ``cpu``."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 if __name__ == "__main__":

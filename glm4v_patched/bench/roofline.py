@@ -31,18 +31,18 @@ PASSES_PER_STEP = {
 }
 
 
-def benchmark_config(settings: TrainingSettings) -> ChatGLMConfig:
+def benchmark_config(config: str | None, model: str | None = None) -> ChatGLMConfig:
     """Return the config of ``--model`` or ``--config``, or of the full-size model.
 
     The file of ``--config`` may leave out the model type.
     """
-    if settings.model is not None:
-        return load_model_config(ModelSource(settings.model))
-    if settings.config is None:
+    if model is not None:
+        return load_model_config(ModelSource(model))
+    if config is None:
         return ChatGLMConfig()
-    sizes = {"model_type": "chatglm"} | read_json_object(Path(settings.config))
+    sizes = {"model_type": "chatglm"} | read_json_object(Path(config))
     if reason := why_not_glm4v(sizes):
-        raise ValueError(f"--config {settings.config} is not a glm-4v's: {reason}")
+        raise ValueError(f"--config {config} is not a glm-4v's: {reason}")
     return ChatGLMConfig(**sizes)
 
 

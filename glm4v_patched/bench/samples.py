@@ -78,7 +78,7 @@ def config_and_processor(
     The processor is ``None`` for a batch in memory. For random weights, the processor has a
     vocabulary of letters, and the config has that vocabulary's special tokens.
     """
-    config = benchmark_config(settings)
+    config = benchmark_config(settings.config, settings.model)
     if settings.from_files is None:
         return config, None
     if settings.model is not None:

@@ -101,7 +101,7 @@ def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) ->
     from .roofline import benchmark_batch, benchmark_config
 
     free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().devices[:processes])
-    config = benchmark_config(settings)
+    config = benchmark_config(settings.config, settings.model)
     free = apply_memory_limit(free, settings.engine.memory_limit)
     batch = benchmark_batch(settings, config, processes)
     problem = find_memory_problem(config, settings.engine_options(), batch, free)

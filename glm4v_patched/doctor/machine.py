@@ -13,7 +13,7 @@ from ..engine.gpus import (
     Gpu,
     driver_cuda_version,
     find_gpus,
-    query_gpu_memory_use,
+    free_bytes_per_gpu,
     torch_cuda_version,
 )
 from ..engine.ram import free_ram
@@ -65,12 +65,17 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     if old:
         text = f"{'; '.join(old)}: bf16 is emulated there, many times slower, and fp16 overflows"
         yield Finding("bf16", WARNING, text, "use a GPU of the Ampere generation or newer")
-    for use in query_gpu_memory_use():
-        if use.used > MAX_IDLE_GPU_MEMORY:
-            text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are in use"
-            cure = "end the processes on it (nvidia-smi lists them), or exclude this GPU by "
-            cure += "CUDA_VISIBLE_DEVICES"
-            yield Finding(f"GPU {use.index}", WARNING, text, cure)
+    cure = "end the processes on it (nvidia-smi lists them), or exclude this GPU by "
+    cure += "CUDA_VISIBLE_DEVICES"
+    try:
+        free_bytes = free_bytes_per_gpu(len(gpus))
+    except RuntimeError as error:  # a GPU without room for a context, or in exclusive use
+        yield Finding("GPU memory", WARNING, str(error), cure)
+        return
+    for index, (gpu, free) in enumerate(zip(gpus, free_bytes, strict=True)):
+        if (used := gpu.memory - free) > MAX_IDLE_GPU_MEMORY:
+            text = f"{used / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are in use"
+            yield Finding(f"GPU {index}", WARNING, text, cure)
 
 
 def _check_driver() -> Finding:

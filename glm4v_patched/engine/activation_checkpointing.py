@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 
 from ..remote.checkpointing import CheckpointedLayer
 from ..remote.modeling_chatglm import GLMBlock
-from .activation_policies import Policy, check_policy, policies_of_layers
+from .activation_policies import Policy, policies_of_layers
 
 # Operators of linear layers, each with the index of its argument for the weight [in, out].
 _LINEAR_OPERATORS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
@@ -38,13 +38,9 @@ def checkpoint_layers(
         marks_every_operator: Whether each operator of a "full" layer is marked as recomputed.
             Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the products
             inside an ``autograd.Function``.
-
-    Raises:
-        ValueError: There is no such policy.
     """
     layers = list(checkpointed_layers(model))
-    for part, name, is_block in (("tower", tower, False), ("language", language, True)):
-        check_policy(part, name)
+    for name, is_block in ((tower, False), (language, True)):
         part_layers = [layer for layer in layers if isinstance(layer, GLMBlock) is is_block]
         policies = policies_of_layers(name, len(part_layers))
         for layer, policy in zip(part_layers, policies, strict=True):

@@ -76,19 +76,8 @@ EVERY_N = "every N"
 
 
 def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """Return the policies of a number of layers; raise ``ValueError`` for an unknown name."""
-    check_policy("layer", name)
+    """Return the policies of a number of layers, by a name that the section ``engine`` accepts."""
     if name in POLICIES:
         return [POLICIES[name]] * layers
     period = int(name.split()[1])
     return [POLICIES["none" if index % period else "full"] for index in range(layers)]
-
-
-def check_policy(part: str, name: object, or_auto: bool = False) -> None:
-    """Raise ``ValueError`` about ``part`` unless ``name`` is a policy, or "auto" if ``or_auto``."""
-    prefix, _, number = str(name).partition(" ")  # a recipe may contain any object
-    is_every_n = prefix == "every" and number.isdecimal() and int(number) > 0
-    if is_every_n or name in POLICIES or (or_auto and name == "auto"):
-        return
-    expected = ", ".join((("auto",) if or_auto else ()) + tuple(POLICIES))
-    raise ValueError(f"the {part}'s policy is {name!r}; expected {expected} or 'every N', N > 0")

@@ -1,22 +1,14 @@
-"""Query GPUs through NVIDIA's driver and ``nvidia-smi``.
-
-Needs no torch, so that problems are reported early.
-"""
+"""Query GPUs through NVIDIA's driver. Needs no torch, so that problems are reported early."""
 
 import ctypes
 import importlib.util
 import os
-import re
 import runpy
-import shutil
-import subprocess
 from ctypes import byref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NVIDIA_SMI_TIMEOUT = 10
-"""Seconds that ``nvidia-smi`` may take; it takes one or two if the driver is not kept loaded."""
 MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 CUDA_ERROR_NO_DEVICE = 100
@@ -42,15 +34,6 @@ class Gpus:
 
     def __len__(self) -> int:
         return len(self.devices)
-
-
-@dataclass(frozen=True)
-class GpuMemoryUse:
-    """Memory of a GPU in bytes: used, by any process, and in total."""
-
-    index: int
-    used: int
-    total: int
 
 
 def find_gpus() -> Gpus:
@@ -155,33 +138,3 @@ def find_fp8_problem(name: str, capability: tuple[int, int]) -> str | None:
         f"fp8 needs GPUs of compute capability {required} or newer (Ada, Hopper), and {name} has "
         f"{actual}; leave out fp8"
     )
-
-
-def query_gpu_memory_use() -> list[GpuMemoryUse]:
-    """Return the memory use of all GPUs of the machine; empty if ``nvidia-smi`` fails."""
-    query = "--query-gpu=index,memory.used,memory.total"
-    lines = _run_nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
-    rows = [re.findall(r"\d+", line) for line in lines]
-    mib = 2**20
-    return [
-        GpuMemoryUse(int(index), int(used) * mib, int(total) * mib)
-        for index, used, total in (row for row in rows if len(row) == 3)
-    ]
-
-
-def _run_nvidia_smi(*arguments: str) -> str:
-    """Return the output of ``nvidia-smi``; empty if the program is missing, fails or hangs."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_TIMEOUT,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -381,8 +381,7 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch)
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     element_bytes = _bytes_per_element(options)
     text_tokens = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
-    chunk_size = options.loss_chunk_size or config.loss_chunk_size
-    positions = min(chunk_size, batch.num_sequences * text_tokens)
+    positions = min(config.loss_chunk_size, batch.num_sequences * text_tokens)
     stacks = stacks_with_backward(config, options, batch)
     backward = element_bytes * max(stack.backward_workspace for stack in stacks)
     if options.trained == "qlora":  # a layer's weight, dequantized to bf16

@@ -206,21 +206,14 @@ class EngineOptions(EngineSection):
         store_transposed: Whether fp8 weights are also stored transposed, so that the backward pass
             need not transpose them each time. The option has no effect on sharded weights, and
             ``decide_options`` may turn it off to save memory.
-        attn_implementation: As in transformers; None for the default of transformers.
         stage3_max_live_parameters: DeepSpeed's limit of the number of weights that stay gathered
             from a layer's forward to its backward.
-        skip_logits: Compute the loss from supervised positions only, in chunks.
-        loss_chunk_size: Positions in a chunk of the loss; None for the default of the model's
-            config.
     """
 
     trained: str = "full"
     lora: LoraOptions = LoraOptions()
     store_transposed: bool = True
-    attn_implementation: str | None = None
     stage3_max_live_parameters: float | None = None
-    skip_logits: bool = True
-    loss_chunk_size: int | None = None
 
     @property
     def is_decided(self) -> bool:

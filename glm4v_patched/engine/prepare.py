@@ -56,14 +56,9 @@ def prepare_model(
         serialize_gloo_gathers()
     dtype = PRECISION_DTYPES[options.precision]
     kwargs: dict[str, Any] = {"dtype": dtype}
-    if options.attn_implementation is not None:
-        kwargs["attn_implementation"] = options.attn_implementation
     if options.trained == "qlora":
         kwargs |= quantization_options(dtype, local_device())
     base = build(**kwargs)
-    base.config.skip_logits = options.skip_logits
-    if options.loss_chunk_size is not None:
-        base.config.loss_chunk_size = options.loss_chunk_size
     if adapters is not None:
         model = load_trainable_adapters(base, adapters)
     else:

@@ -119,13 +119,9 @@ def _build(arguments: Arguments, optimizer: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _sampled_steps(arguments: Arguments) -> list[int]:
-    """Return all steps of a short run; of others, evenly spread steps and those around edges."""
-    steps, warmup = arguments["max_steps"], arguments["warmup_steps"]
-    if steps <= MAX_SAMPLED_STEPS:
-        return [*range(steps + 1)]
-    edges = {1, warmup - 1, warmup, warmup + 1, steps - 1}
-    spread = {steps * n // MAX_SAMPLED_STEPS for n in range(MAX_SAMPLED_STEPS + 1)}
-    return sorted(spread | {step for step in edges if 0 <= step <= steps})
+    """Return all steps of a short run; of others, evenly spread steps and the last ones."""
+    steps = arguments["max_steps"]
+    return [*range(0, steps - 1, -(-steps // MAX_SAMPLED_STEPS)), steps - 1, steps]
 
 
 def _kwargs(arguments: Arguments) -> dict[str, Any]:

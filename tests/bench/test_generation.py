@@ -45,7 +45,7 @@ def one_second_per_forward(monkeypatch):
 
     monkeypatch.setattr(generation, "run_and_log", run)
     monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
-    monkeypatch.setattr(generation_worker.time, "perf_counter", now)
+    monkeypatch.setattr(generation_worker, "timer", now)
 
 
 @pytest.mark.usefixtures("one_second_per_forward")

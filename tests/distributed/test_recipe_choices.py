@@ -156,8 +156,7 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
 def cogagent(recipe) -> Recipe:
     """Train all weights of the cogagent that computes the same as the recipe's model."""
     model = write_cogagent(Path(recipe.model), Path(recipe.model).with_name("cogagent's"))
-    changes = {"model": str(model), "trained": "full", "trainer.save_steps": 2}
-    return with_changes(recipe, "cogagent, full", changes)
+    return with_changes(recipe, "cogagent, full", {"model": str(model), "trained": "full"})
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +180,7 @@ def cut(recipe, cogagent) -> Recipe:
 def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
     """Complete that run, train the same without a stop, and train lora_all's adapters.
 
-    Resume the cogagent's run, and train the same for the other model of the two.
+    Train the same as the cogagent for the other model of the two.
     """
     adapters = {"trained": "lora_all", "lora.rank": 4}
     recipes = {
@@ -190,8 +189,6 @@ def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
         "full": with_changes(recipe, "full", {"trained": "full"}),
     }
     plans = [planned(mine, processes=2) for mine in recipes.values()]
-    recipes["cogagent, resumed"], checkpoint = resumed(cogagent, {})
-    plans.append(planned(recipes["cogagent, resumed"], checkpoint, processes=2))
     recipes["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
     folder = Path(cut.out)
     # launch() does this before it starts the processes.
@@ -249,10 +246,6 @@ def test_a_cogagent_is_trained_to_the_permuted_weights(completed, cogagent, name
     for key, weight in permuted(saved_by(expected), config).items():
         change = (weight - start.get(key, 0)).norm()
         assert (weights[key] - weight).norm() <= 0.02 * change, key
-
-
-def test_a_cogagent_s_training_resumes_to_the_same_bits(completed, cogagent):
-    assert_same_bits(completed["cogagent, resumed"], cogagent)
 
 
 @pytest.mark.slow

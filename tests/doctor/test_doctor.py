@@ -11,6 +11,7 @@ from collections import namedtuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as recipe_checks
 from glm4v_patched.doctor.findings import Finding, finding_from_error, format_findings
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.gpus import Gpu, GpuMemoryUse, Gpus
+from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import locked
@@ -40,16 +41,13 @@ def sound(monkeypatch, tmp_path):
         (machine, "find_gpus", Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * 2)),
         (machine, "driver_cuda_version", (13, 0)),
         (machine, "torch_cuda_version", (12, 8)),
-        (machine, "query_gpu_memory_use", [GpuMemoryUse(number, 0, 10**11) for number in range(2)]),
+        (machine, "free_bytes_per_gpu", [149 * 10**9] * 2),
         (shutil, "disk_usage", Usage(10**14, 0, 10**14)),
         (resource, "getrlimit", (10**6, 10**6)),
         (shutil, "which", "/bin/true"),
         (machine.sysconfig, "get_paths", {"include": str(tmp_path)}),
     ):
         monkeypatch.setattr(module, name, lambda *args, value=value, **kwargs: value)
-
-
-GIB = 2**30
 
 
 def problems(on_cpu: bool = False) -> dict[str, Finding]:
@@ -77,8 +75,8 @@ NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
 OLDER_DRIVER = (machine, "driver_cuda_version", lambda: (11, 8))
 VOLTAS = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
 VOLTA = (machine, "find_gpus", lambda: VOLTAS)
-USES = [GpuMemoryUse(0, 0, 150 * GIB), GpuMemoryUse(1, 41 * GIB, 150 * GIB)]
-GPU_IN_USE = (machine, "query_gpu_memory_use", lambda: USES)
+GPU_IN_USE = (machine, "free_bytes_per_gpu", lambda count: [149 * 10**9, 100 * 10**9])
+FULL_GPU = (machine, "free_bytes_per_gpu", Mock(side_effect=RuntimeError("error 2 for GPU 0")))
 NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
@@ -91,7 +89,8 @@ FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
         (NO_GPU, "GPUs", "warning", "NVIDIA's driver shows none"),
         (OLDER_DRIVER, "driver", "fails", "11.8"),
         (VOLTA, "bf16", "warning", "GPU 1"),
-        (GPU_IN_USE, "GPU 1", "warning", "41 of 150 GiB"),
+        (GPU_IN_USE, "GPU 1", "warning", "47 of 140 GiB"),
+        (FULL_GPU, "GPU memory", "warning", "error 2 for GPU 0"),
         (NO_COMPILER, "compiler", "fails", "gcc"),
         (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),

@@ -204,14 +204,6 @@ def test_a_loss_that_is_nan_is_not_the_best_by_another_metric(stopped_early, mon
     assert result["best_step"] == result["evaluations"][1]["step"]
 
 
-def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
-    """One evaluation without a better one before the stop, and one after it."""
-    run_recipe = stopped_early.override({"trainer.save_total_limit": None})
-    steps = [entry["step"] for entry in train_here(run_recipe)["evaluations"]]
-    again = train_here(run_recipe, Path(run_recipe.out, f"checkpoint-{steps[2]}"))
-    assert [entry["eval_loss"] for entry in again["evaluations"]] == [3.0, 2.0, 2.5, 2.1]
-
-
 @pytest.mark.parametrize("strategy", ["epoch", "best"])
 def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
     mine, monkeypatch, strategy

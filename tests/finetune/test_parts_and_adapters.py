@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import TrainingArguments
@@ -121,15 +120,6 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
 def build_tiny(model_folder):
     """The tiny model as a recipe makes it."""
     return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
-
-
-@pytest.mark.parametrize("stage, dtype", [(0, torch.float32), (3, torch.bfloat16)])
-def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, dtype, build_tiny):
-    for trained in ("lm", "lora_lm"):
-        changes = {"trained": trained, "engine.zero_stage": stage, "engine.precision": "bf16"}
-        model = build_tiny(**changes)
-        dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
-        assert dtypes == {(True, dtype), (False, torch.bfloat16)}
 
 
 def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(

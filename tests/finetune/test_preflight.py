@@ -123,15 +123,6 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
         assert len(faults) == (message is not None) and (not message or message in faults[0])
 
 
-@pytest.mark.parametrize("place", ["{link}", "{link}/out", "{model}", "{model}/out", "{parent}"])
-def test_a_run_never_writes_to_its_model_s_folder(recipe_file, model_folder, tmp_path, place):
-    (tmp_path / "link").symlink_to(model_folder)
-    out = place.format(model=model_folder, link=tmp_path / "link", parent=model_folder.parent)
-    [line] = problem_lines(recipe_file, f"out={out}")
-    assert "model's" in line and "folder of its own" in line
-    assert problem_lines(recipe_file, f"out={model_folder}_out") == []
-
-
 ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (
     st.sampled_from(["/dev/null", "/proc/1", "a/b", ".", "qlora", "lm", "adamw_8bit", "full"])
     | st.sampled_from([[], {}, {"train": "/no/such"}, {"x": 1}, 2**70, 1e-300])

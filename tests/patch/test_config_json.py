@@ -60,8 +60,7 @@ def test_another_model_is_refused_with_the_same_reason_everywhere(change, part, 
         ),
     ]
     if values["model_type"] is not None:
-        settings = SimpleNamespace(config=tmp_path / "config.json", model=None)
-        refusals.append(lambda: benchmark_config(settings))
+        refusals.append(lambda: benchmark_config(str(tmp_path / "config.json")))
     for refusal in refusals:
         with pytest.raises(ValueError) as error:
             refusal()

@@ -136,19 +136,16 @@ def is_sharded(weight: Tensor) -> bool:
     return bool(existing)
 
 
-def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Return a context in which a weight that ZeRO-3 has sharded is gathered.
+def gathered_weight(weight: Tensor) -> AbstractContextManager:
+    """Return a context in which a weight that ZeRO-3 has sharded is gathered, to be read only.
 
     All processes must enter the context.
-
-    Args:
-        modifier_rank: Rank whose changes to the weight all processes get; None if no rank writes.
     """
     if not is_sharded(weight):
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters([weight], modifier_rank=modifier_rank)
+    return deepspeed.zero.GatheredParameters([weight])
 
 
 def local_shard(weight: Tensor) -> Tensor:

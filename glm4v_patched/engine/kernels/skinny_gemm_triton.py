@@ -202,22 +202,12 @@ def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> T
 
     Returns:
         ``(num_splits, M, N)`` in fp32.
-
-    Raises:
-        ValueError: The kernel does not support these sizes.
     """
     (m, k), n = x.shape, len(weight)
-    if m > MAX_M or n % BLOCK_N or k % BLOCK_K or k != weight.shape[1]:
-        raise ValueError(
-            f"cannot multiply ({m}, {k}) by ({n}, {weight.shape[1]}).T; expected at most {MAX_M} "
-            f"rows, equal K that is a multiple of {BLOCK_K}, and N that is a multiple of {BLOCK_N}"
-        )
+    assert m <= MAX_M and not (n % BLOCK_N or k % BLOCK_K), "skinny_gemm.is_supported() comes first"
     splits = num_splits(n, k, num_sms(x.device))
     groups = 0 if scales is None else scales.shape[1]
-    if groups not in {0, 1, splits, k // BLOCK_K}:
-        raise ValueError(
-            f"each row of {k} channels has {groups} scales; expected 1, {splits} or {k // BLOCK_K}"
-        )
+    assert groups in (0, 1, splits, k // BLOCK_K), (groups, splits, k)
     x, weight = x.contiguous(), weight.contiguous()
     out, use_pdl = x.new_empty(splits, m, n, dtype=torch.float32), supports_pdl(x.device)
     with torch.cuda.device_of(x):
