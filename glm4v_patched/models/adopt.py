@@ -60,7 +60,7 @@ from .check_weights import (
     require_complete_weights,
     require_readable,
 )
-from .find import note_assumptions, require_known_quantizer
+from .find import print_assumptions, require_known_quantizer
 from .limits import RANKS_FILE, SETTINGS_FILES
 from .loading import load_processor
 from .weight_files import (
@@ -403,7 +403,8 @@ def adopt(folder: Path, out: Path | None = None) -> str:
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
-        note_assumptions(ModelSource(str(folder)))
+    if not model.config.original_rope:
+        print_assumptions(str(folder))
     if is_default and all(
         (folder / name).is_file() and (folder / name).read_bytes() == content
         for name, content in model.contents.items()
