@@ -163,9 +163,3 @@ def run_checks(checks: Mapping[str, Callable[[], str]]) -> list[Check]:
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             return [*done, Check(name, FAILED, f"{kind}{error}")]
     return done
-
-
-def refuse_failed(name: str, checks: list[Check]) -> None:
-    """Raise ``ValueError`` with the failed checks, if there are any."""
-    if failed := [f"{c.name}: {c.detail}" for c in checks if c.status == FAILED]:
-        raise ValueError(f"{name} does not pass verify: {'; '.join(failed)}")

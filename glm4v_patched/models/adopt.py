@@ -399,7 +399,9 @@ def adopt(folder: Path, out: Path | None = None) -> str:
         RuntimeError: ``out`` cannot be written.
     """
     folder, is_default = Path(os.path.abspath(folder)), out is None
-    out = out or _default_out(folder)
+    if is_default and folder.parent.name == "snapshots":
+        raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
+    out = out or folder.with_name(f"{folder.name}-adopted")
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
@@ -420,12 +422,6 @@ def adopt(folder: Path, out: Path | None = None) -> str:
             raise ValueError(str(error).replace(str(partial), str(folder))) from None
         copies = link_or_copy(model.weights.paths, partial)
     return _describe(folder, out, model, copies)
-
-
-def _default_out(folder: Path) -> Path:
-    if folder.parent.name == "snapshots":
-        raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
-    return folder.with_name(f"{folder.name}-adopted")
 
 
 def _check_model(folder: Path) -> CheckedModel:
