@@ -187,16 +187,13 @@ def require_free_disk(needed: float, out: Path) -> None:
 
 
 @contextmanager
-def create_folder_atomically(out: Path, replace: bool = False) -> Iterator[Path]:
+def create_folder_atomically(out: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error.
 
     What killed processes have left of earlier calls is removed.
-
-    Args:
-        replace: Whether an existing ``out`` with files is replaced.
     """
     name = f".{out.name}.{uuid.uuid4().hex}"
-    new, partial, old = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial", "old"))
+    new, partial = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial"))
     new.mkdir(parents=True)
     lock = os.open(new, os.O_RDONLY)
     try:
@@ -206,17 +203,10 @@ def create_folder_atomically(out: Path, replace: bool = False) -> Iterator[Path]
         new.rename(partial)
         yield partial
         apply_umask(partial)
-        if replace and out.exists():
-            out.rename(old)
-        try:
-            partial.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
+        partial.rename(out)
     finally:
         os.close(lock)
-        for path in (new, partial, old):
+        for path in (new, partial):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from glm4v_patched.paths import expand_path, to_path
+from glm4v_patched.atomic import require_new_folder
+from glm4v_patched.paths import expand_path, require_apart, to_path
 from glm4v_patched.terminal_text import printable, show_progress
 
 
@@ -91,24 +92,29 @@ def _run_command(options: argparse.Namespace) -> int:
         print(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
     location = options.weights or options.adapter
+    require_apart(options.out, [("the source itself", location)], "--out")
+    require_new_folder(options.out)
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
     with show_progress("importing torch and transformers"):
         from . import adapter, build
 
-    training = options.fine_tune_of, options.trained
     if options.adapter is not None:
+        if options.trained is not None:
+            raise ValueError("--trained is for --weights: the card of adapters has it already")
         name = options.name or "org/glm-4v-9b-adapters"
-        manifest = adapter.build_adapter_repository(options.adapter, options.out, name, *training)
-    else:
-        source = build.read_source(options.weights, *training)
-        name = options.name or f"org/{build.published_model(source).name}-trainable"
-        manifest = build.build_model_repository(source, options.out, name)
-    fine_tune, origin = manifest.fine_tune, manifest.weights_from
-    summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"
-    summary += f", adapters of {fine_tune.base}" if fine_tune and manifest.is_adapter else ""
+        base = adapter.build_adapter_repository(
+            options.adapter, options.out, name, options.fine_tune_of
+        )
+        print(f"adapters of {base}; to publish them: hf upload {name} {options.out}")
+        return 0
+    source = build.read_source(options.weights, options.fine_tune_of, options.trained)
+    name = options.name or f"org/{build.published_model(source).name}-trainable"
+    manifest = build.build_model_repository(source, options.out, name)
+    origin = manifest.weights_from
     weights = f"the Hub will copy the weights from {origin}" if origin else "weights in the folder"
-    print(f"version {manifest.version}: {summary}; {weights}")
-    if not manifest.is_adapter and build.WEIGHTS_LICENSE not in manifest.files:
+    summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights; {weights}"
+    print(f"version {manifest.version}: {summary}")
+    if build.WEIGHTS_LICENSE not in manifest.files:
         print("the source has no license file; the card links to the original's: please read it")
     return 0
 

@@ -5,7 +5,6 @@ transformers. So no file names the version of the running transformers.
 """
 
 import json
-import os
 import re
 import tempfile
 import tomllib
@@ -26,14 +25,12 @@ from glm4v_patched.models.adopt import (
     make_model_files,
     to_json_bytes,
 )
-from glm4v_patched.paths import require_apart
 from glm4v_patched.remote.configuration_chatglm import refuse_remote_code
 from glm4v_patched.terminal_text import format_bytes, show_progress
 
-from .checks import check_adapter_settings, check_weight_files, refuse_failed
+from .checks import check_loading, check_weight_files
 from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
-from .loading import check_loading
 from .manifest import (
     COMMIT_PATTERN,
     ID_PATTERN,
@@ -42,7 +39,6 @@ from .manifest import (
     ListedFile,
     Manifest,
     WeightsOrigin,
-    parse_manifest,
 )
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
@@ -53,17 +49,11 @@ ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 
 class PublishedModel(NamedTuple):
-    """A model whose weights are published with our code.
-
-    Attributes:
-        id: Its id on the Hub.
-        architectures: Those in its config.json; saving a loaded model writes another class.
-        name: Its name in the model card, and in the default ``--name``.
-    """
+    """A model whose weights are published with our code."""
 
     id: str
-    architectures: list[str]
-    name: str
+    architectures: list[str]  # in its config.json; saving a loaded model writes another class
+    name: str  # in the model card, and in the default --name
 
 
 # By original_rope of the config.
@@ -149,16 +139,14 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
             "first (glm4v-patched merge ADAPTER --out FOLDER), and give that folder"
         )
     if base is not None or trained is not None:
-        if not base or not re.fullmatch(ID_PATTERN, base):
+        base, trained = base or "", (trained or "").strip()
+        if not re.fullmatch(ID_PATTERN, base) or not trained or not trained.isprintable():
             raise ValueError(
-                f"--fine-tune-of {base}: expected the id of the base model, as org/name"
+                f"--fine-tune-of {base!r} --trained {trained!r}: expected the id of the base "
+                "model, as org/name, and a line for the card, such as 'the language model, on "
+                "2,000 receipts'"
             )
-        if not trained or not trained.strip() or not trained.isprintable():
-            raise ValueError(
-                f"--fine-tune-of {base} needs --trained, too: one line for the card, such as 'the "
-                "language model, on 2,000 receipts'"
-            )
-        return FineTune(base=base, trained=trained.strip())
+        return FineTune(base=base, trained=trained)
     published = published_model(source)
     if source.origin and source.origin.repository == published.id:
         return None
@@ -180,61 +168,21 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
 
 
 def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifest:
-    """Write the folder and return its manifest.
-
-    An earlier build in ``out`` is replaced atomically, after all checks.
+    """Write the new folder ``out`` and return its manifest.
 
     Args:
         name: Id of the repository, for the model card.
 
     Raises:
-        ValueError: ``out`` has files that no build wrote, or the build would not pass verify.
+        ValueError: The build would not pass verify.
     """
-    out = require_replaceable(out, source.name)
     contents = build_contents(source, name)
-    weights = {n: source.files[n] for n in source.weights if source.files[n].path}
-    return write_build(contents, weights, out, source.name)
-
-
-def require_replaceable(out: Path, source: str) -> Path:
-    """Return ``out`` with links resolved.
-
-    Raises ``ValueError`` if ``out`` overlaps with the source or has files that no build wrote.
-    """
-    out = Path(os.path.realpath(out))
-    require_apart(out, [("the source itself", source)], "--out")
-    existing = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
-    path = out / MANIFEST
-    known = parse_manifest(path.read_bytes(), str(path)).names if MANIFEST in existing else set()
-    if foreign := [out.name] * out.is_file() or sorted(existing - known):
-        raise ValueError(
-            f"{out} has {len(foreign)} files that no build wrote ({', '.join(foreign[:5])}); move "
-            "them away, or give a new folder"
-        )
-    return out
-
-
-def write_build(
-    contents: dict[str, bytes], weights: dict[str, File], out: Path, source: str
-) -> Manifest:
-    """Check a build and write it to ``out``; return its manifest.
-
-    Args:
-        contents: Files except the weights, by name.
-        weights: Files of weights to link or copy, by name.
-        source: Name of the source, for messages.
-
-    Raises:
-        ValueError: Weights are missing, or the published code does not load the build.
-    """
-    files = {name: File.of(content) for name, content in contents.items()}
-    target = BuiltFiles(f"the build of {source}", files | weights)
-    if target.manifest.is_adapter:
-        check_adapter_settings(target)
+    weights = {n: file for n in source.weights if (file := source.files[n]).path}
+    files = {name: File.of(content) for name, content in contents.items()} | weights
+    target = BuiltFiles(f"the build of {source.name}", files)
     check_weight_files(target)
-    if not target.manifest.is_adapter:
-        refuse_failed(target.name, check_loading(target))
-    with create_folder_atomically(out, replace=True) as new:
+    check_loading(target)
+    with create_folder_atomically(out) as new:
         for file_name, content in contents.items():
             (new / file_name).write_bytes(content)
         link_or_copy({n: file.path for n, file in weights.items() if file.path}, new)

@@ -2,20 +2,16 @@
 
 import hashlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from glm4v_patched.atomic import find_file_problem, require_inside
-from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, check_index
 from glm4v_patched.patch.config_json import parse_json_object
-from glm4v_patched.terminal_text import listed
 
 from .manifest import MANIFEST, FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
 
-SHARD_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 # A tokenizer.json has 20 MB. Files above this size are not read, only hashed when needed.
 MAX_READ_BYTES = 100_000_000
 # Suffixes of files that are read: only text, neither weights nor pickles.
@@ -79,13 +75,7 @@ class SourceFiles:
         """Return the names of the weight files that the loader will open."""
         if WEIGHTS_INDEX not in self.files:
             return [SINGLE_FILE]
-        names = {*check_index(self.read_json(WEIGHTS_INDEX)).values()}
-        if invalid := sorted(name for name in names if not re.fullmatch(SHARD_PATTERN, name)):
-            raise ValueError(
-                f"{self.name}: {WEIGHTS_INDEX} has {listed(invalid)} in its weight_map; expected "
-                "names of *.safetensors files in the same folder"
-            )
-        return sorted(names)
+        return sorted({*check_index(self.read_json(WEIGHTS_INDEX)).values()})
 
 
 class BuiltFiles(SourceFiles):
@@ -103,9 +93,6 @@ class BuiltFiles(SourceFiles):
         self.manifest = self.read_manifest()
         self.origin, self.fine_tune = self.manifest.weights_from, self.manifest.fine_tune
         self.weights = self.manifest.weights
-
-    def weight_names(self) -> list[str]:
-        return [ADAPTER_WEIGHTS] if self.manifest.is_adapter else super().weight_names()
 
     @property
     def weights_stay_on_hub(self) -> bool:

@@ -25,18 +25,13 @@ def limit_request_time() -> None:
 
     The limit is :data:`REQUEST_TIMEOUT_S`, or ``HF_HUB_DOWNLOAD_TIMEOUT`` if it is set.
     """
-    session = huggingface_hub.get_session()
-    client, hooks = type(session), {"request": [*session.event_hooks["request"], _limit]}
-    huggingface_hub.set_client_factory(
-        lambda: client(event_hooks=hooks, follow_redirects=True, timeout=None)
-    )
-
-
-def _limit(request) -> None:
     is_set = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT")
     seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT if is_set else REQUEST_TIMEOUT_S
-    limits = request.extensions["timeout"]
-    limits |= {kind: min(value or seconds, seconds) for kind, value in limits.items()}
+    session = huggingface_hub.get_session()
+    client, hooks = type(session), session.event_hooks
+    huggingface_hub.set_client_factory(
+        lambda: client(event_hooks=hooks, follow_redirects=True, timeout=seconds)
+    )
 
 
 def describe_error(error: Exception) -> str:

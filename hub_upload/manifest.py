@@ -4,7 +4,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from glm4v_patched.models.base import ADAPTER_WEIGHTS
 from glm4v_patched.patch.config_json import parse_json_object
 
 MANIFEST = "CODE_MANIFEST.json"
@@ -60,11 +59,6 @@ class Manifest(_ManifestModel):
     def names(self) -> set[str]:
         """Names of all files of the build, including the manifest."""
         return {MANIFEST, *self.files}
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the build has LoRA adapters, not a complete model."""
-        return self.weights.keys() == {ADAPTER_WEIGHTS}
 
     @property
     def weights(self) -> dict[str, ListedFile]:

@@ -22,7 +22,7 @@ from huggingface_hub.hf_api import RepoSibling
 
 from glm4v_patched.terminal_text import format_bytes, listed, printable
 
-from .checks import GIT_FILES, refuse_failed, require_that
+from .checks import FAILED, GIT_FILES, require_that
 from .files import BuiltFiles, File, read_folder
 from .hub import has_same_content, list_repository
 from .manifest import ID_PATTERN, MANIFEST, parse_manifest
@@ -44,7 +44,9 @@ def read_built_folder(folder: Path) -> BuiltFiles:
     """
     files = read_folder(folder, hidden=True)
     build = BuiltFiles(str(folder), {n: file for n, file in files.items() if n not in GIT_FILES})
-    refuse_failed(build.name, check_build(build, [sys.executable]))
+    checks = check_build(build, [sys.executable])
+    if failed := [f"{check.name}: {check.detail}" for check in checks if check.status == FAILED]:
+        raise ValueError(f"{build.name} does not pass verify: {'; '.join(failed)}")
     for name, entry in build.weights.items():
         path = files[name].path if name in files else None
         build.files[name] = File(entry.size, entry.sha256, path=path)

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "python -m glm4v_patched.bench.samples FOLDER": "tests/bench/test_answers.py",
     "python -m hub_upload ": "tests/hub_upload/test_end_to_end.py, test_adapter.py",
     "hf repo create ": "tests/hub_upload/test_publish.py, by HfApi.create_repo",
+    "hf upload ": "tests/hub_upload/test_adapter.py, by HfApi.upload_folder",
     "python tests/helpers/local_hub.py": "by hand; its Hub is that of the tests of hub_upload",
     "PYTHONPATH=. python docs/benchmarks/": "tests/test_experiments.py, at tiny size",
     "python docs/benchmarks/": "tests/test_experiments.py, at tiny size",

