@@ -58,7 +58,8 @@ BAD |= {
 }
 BAD |= {
     "empty": (b"", "is empty: it has 0 bytes"),
-    "words": (b"hello", "cannot be read as an image: Pillow does not know"),
+    "words": (b"hello", "is text, such as a server's error: copy or download it again"),
+    "unknown": (b"8BPS\0\1", "cannot be read as an image: Pillow does not know"),
     "EPS": (encoded("EPS"), "is EPS, which Pillow renders with another program"),
     "16 bits": (encoded("PNG", "I;16"), "has mode 'I;16', with more than 8 bits"),
 }
