@@ -58,7 +58,6 @@ ELSEWHERE = {
     "glm4v-patched export merged": "nox: gguf, tests/inference/test_gguf.py",
     "llama.cpp/build/bin/": "by hand: a llama.cpp with the patch of docs/upstream",
     "python docs/upstream/build_llama_cpp.py": "by hand: it compiles for minutes",
-    "python docs/upstream/reproduce.py": "nox: upstream, by tests/test_upstream.py",
     "glm4v-patched train cogagent_1x80gb": "tests/finetune/test_shipped_recipes.py",
     "glm4v-patched export trained": "nox: llm_compressor, tests/inference/test_export.py",
     "glm4v-patched chat demo_output": "tests/inference/test_chat.py, the page and its client",
