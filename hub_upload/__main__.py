@@ -31,6 +31,10 @@ def _make_parser() -> argparse.ArgumentParser:
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")
+    scores = "metrics.json of glm4v-patched evaluate on these weights: scores for the card"
+    add("--evaluation", type=to_path, metavar="FILE", help=scores)
+    data = "the data set of --evaluation: its id on the Hub, or its name"
+    add("--evaluated-on", metavar="TEXT", help=data)
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
     add("target", type=expand_path, metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
@@ -93,15 +97,22 @@ def _run_command(options: argparse.Namespace) -> int:
     location = options.weights or options.adapter
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
     with show_progress("importing torch and transformers"):
-        from . import adapter, build
+        from . import adapter, build, evaluation
 
     training = options.fine_tune_of, options.trained
     if options.adapter is not None:
-        name = options.name or "org/glm-4v-9b-adapters"
-        manifest = adapter.build_adapter_repository(options.adapter, options.out, name, *training)
+        source, name = adapter.read_adapters(options.adapter), "org/glm-4v-9b-adapters"
     else:
         source = build.read_source(options.weights, *training)
-        name = options.name or f"org/{build.published_model(source).name}-trainable"
+        name = f"org/{build.published_model(source).name}-trainable"
+    if options.evaluation or options.evaluated_on:
+        source.evaluation = evaluation.read_evaluation(
+            options.evaluation, options.evaluated_on, source
+        )
+    name = options.name or name
+    if options.adapter is not None:
+        manifest = adapter.build_adapter_repository(source, options.out, name, *training)
+    else:
         manifest = build.build_model_repository(source, options.out, name)
     fine_tune, origin = manifest.fine_tune, manifest.weights_from
     summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"

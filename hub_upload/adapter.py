@@ -8,6 +8,7 @@ from glm4v_patched.models.adopt import to_json_bytes
 from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of_adapters
 
 from .build import UPSTREAM, add_manifest, require_replaceable, write_build
+from .evaluation import show_evaluation
 from .files import SourceFiles, read_folder, sha256_of_file
 from .manifest import COMMIT_PATTERN, ID_PATTERN, FineTune, ListedFile, Manifest
 
@@ -15,10 +16,22 @@ MODEL_CARD = "README.md"
 PEFT_CARD_MARK = b"More Information Needed"  # in the card that peft writes
 
 
+def read_adapters(folder: Path) -> SourceFiles:
+    """Read a folder of LoRA adapters."""
+    source = SourceFiles(str(folder), read_folder(folder))
+    source.read(ADAPTER_CONFIG)
+    base_of_adapters(folder)  # refuses a folder without weights
+    weights = source.files[ADAPTER_WEIGHTS]
+    assert weights.path is not None
+    listed = ListedFile(size=weights.size, sha256=sha256_of_file(weights.path))
+    source.weights = {ADAPTER_WEIGHTS: listed}
+    return source
+
+
 def build_adapter_repository(
-    folder: Path, out: Path, name: str, base: str | None = None, trained: str | None = None
+    source: SourceFiles, out: Path, name: str, base: str | None = None, trained: str | None = None
 ) -> Manifest:
-    """Write the repository of adapters to ``out`` and return its manifest.
+    """Write the repository of the adapters in ``source`` to ``out`` and return its manifest.
 
     An earlier build in ``out`` is replaced, as :func:`build.build_model_repository` does.
 
@@ -31,8 +44,8 @@ def build_adapter_repository(
     Raises:
         ValueError: The base model is not on the Hub, or the card is missing.
     """
-    out = require_replaceable(out, str(folder))
-    source = SourceFiles(str(folder), read_folder(folder))
+    folder = Path(source.name)
+    out = require_replaceable(out, source.name)
     config = source.read_json(ADAPTER_CONFIG)
     config_base = base_of_adapters(folder)
     base_id = base or f"{config_base.model}@{config_base.revision}"
@@ -53,10 +66,8 @@ def build_adapter_repository(
     card_text = name_base(card.decode(), model, commit).replace(
         ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`."
     )
-    weights = source.files[ADAPTER_WEIGHTS]
-    assert weights.path is not None
+    card_text = show_evaluation(card_text, name, source.evaluation)
     files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: card_text.encode()}
-    listed = {ADAPTER_WEIGHTS: ListedFile(size=weights.size, sha256=sha256_of_file(weights.path))}
-    fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
-    built = add_manifest(files, listed, fine_tune)
-    return write_build(built, {ADAPTER_WEIGHTS: weights}, out, str(folder))
+    source.fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
+    weights = {ADAPTER_WEIGHTS: source.files[ADAPTER_WEIGHTS]}
+    return write_build(add_manifest(files, source), weights, out, source.name)

@@ -13,7 +13,15 @@ from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, check_
 from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import listed
 
-from .manifest import MANIFEST, FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
+from .manifest import (
+    MANIFEST,
+    Evaluation,
+    FineTune,
+    ListedFile,
+    Manifest,
+    WeightsOrigin,
+    parse_manifest,
+)
 
 SHARD_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 # A tokenizer.json has 20 MB. Files above this size are not read, only hashed when needed.
@@ -48,6 +56,7 @@ class SourceFiles:
     Attributes:
         weights: Files of weights that the loader will open.
         fine_tune: How the weights were trained; None for the original weights.
+        evaluation: Scores of these weights, if they are to be published.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class SourceFiles:
     ) -> None:
         self.name, self.files, self.origin = name, files, origin
         self.fine_tune: FineTune | None = None
+        self.evaluation: Evaluation | None = None
         self.weights: dict[str, ListedFile] = {}
 
     def content(self, path: str) -> bytes | None:
@@ -102,7 +112,7 @@ class BuiltFiles(SourceFiles):
         self.revision = revision
         self.manifest = self.read_manifest()
         self.origin, self.fine_tune = self.manifest.weights_from, self.manifest.fine_tune
-        self.weights = self.manifest.weights
+        self.weights, self.evaluation = self.manifest.weights, self.manifest.evaluation
 
     def weight_names(self) -> list[str]:
         return [ADAPTER_WEIGHTS] if self.manifest.is_adapter else super().weight_names()
