@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 
 from glm4v_patched.paths import expand_path, to_path
 from glm4v_patched.terminal_text import printable, show_progress
@@ -31,8 +32,8 @@ def _make_parser() -> argparse.ArgumentParser:
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")
-    scores = "metrics.json of glm4v-patched evaluate on these weights: scores for the card"
-    add("--evaluation", type=to_path, metavar="FILE", help=scores)
+    metrics = "metrics.json of glm4v-patched evaluate on these weights: scores for the card"
+    add("--evaluation", type=to_path, metavar="FILE", help=metrics)
     data = "the data set of --evaluation: its id on the Hub, or its name"
     add("--evaluated-on", metavar="TEXT", help=data)
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
@@ -100,19 +101,16 @@ def _run_command(options: argparse.Namespace) -> int:
         from . import adapter, build, evaluation
 
     training = options.fine_tune_of, options.trained
+    scores = partial(evaluation.read_evaluation, options.evaluation, options.evaluated_on)
     if options.adapter is not None:
-        source, name = adapter.read_adapters(options.adapter), "org/glm-4v-9b-adapters"
+        name = options.name or "org/glm-4v-9b-adapters"
+        manifest = adapter.build_adapter_repository(
+            options.adapter, options.out, name, *training, scores
+        )
     else:
         source = build.read_source(options.weights, *training)
-        name = f"org/{build.published_model(source).name}-trainable"
-    if options.evaluation or options.evaluated_on:
-        source.evaluation = evaluation.read_evaluation(
-            options.evaluation, options.evaluated_on, source
-        )
-    name = options.name or name
-    if options.adapter is not None:
-        manifest = adapter.build_adapter_repository(source, options.out, name, *training)
-    else:
+        source.evaluation = scores(source) or source.evaluation
+        name = options.name or f"org/{build.published_model(source).name}-trainable"
         manifest = build.build_model_repository(source, options.out, name)
     fine_tune, origin = manifest.fine_tune, manifest.weights_from
     summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"

@@ -1,6 +1,7 @@
 """Build the repository of LoRA adapters: their weights, settings and model card."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from glm4v_patched.finetune.adapter_card import ADAPTERS_LOCATION, name_base
@@ -10,28 +11,21 @@ from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of_a
 from .build import UPSTREAM, add_manifest, require_replaceable, write_build
 from .evaluation import show_evaluation
 from .files import SourceFiles, read_folder, sha256_of_file
-from .manifest import COMMIT_PATTERN, ID_PATTERN, FineTune, ListedFile, Manifest
+from .manifest import COMMIT_PATTERN, ID_PATTERN, Evaluation, FineTune, ListedFile, Manifest
 
 MODEL_CARD = "README.md"
 PEFT_CARD_MARK = b"More Information Needed"  # in the card that peft writes
 
 
-def read_adapters(folder: Path) -> SourceFiles:
-    """Read a folder of LoRA adapters."""
-    source = SourceFiles(str(folder), read_folder(folder))
-    source.read(ADAPTER_CONFIG)
-    base_of_adapters(folder)  # refuses a folder without weights
-    weights = source.files[ADAPTER_WEIGHTS]
-    assert weights.path is not None
-    listed = ListedFile(size=weights.size, sha256=sha256_of_file(weights.path))
-    source.weights = {ADAPTER_WEIGHTS: listed}
-    return source
-
-
 def build_adapter_repository(
-    source: SourceFiles, out: Path, name: str, base: str | None = None, trained: str | None = None
+    folder: Path,
+    out: Path,
+    name: str,
+    base: str | None = None,
+    trained: str | None = None,
+    scores: Callable[[SourceFiles], Evaluation | None] = lambda source: None,
 ) -> Manifest:
-    """Write the repository of the adapters in ``source`` to ``out`` and return its manifest.
+    """Write the repository of adapters to ``out`` and return its manifest.
 
     An earlier build in ``out`` is replaced, as :func:`build.build_model_repository` does.
 
@@ -40,12 +34,13 @@ def build_adapter_repository(
         base: The base model on the Hub, as ``org/name@commit``; by default the one that the
             adapters' config names.
         trained: What was trained and on which data, for the manifest.
+        scores: Returns the scores of the files that it gets, for the card.
 
     Raises:
         ValueError: The base model is not on the Hub, or the card is missing.
     """
-    folder = Path(source.name)
-    out = require_replaceable(out, source.name)
+    out = require_replaceable(out, str(folder))
+    source = SourceFiles(str(folder), read_folder(folder))
     config = source.read_json(ADAPTER_CONFIG)
     config_base = base_of_adapters(folder)
     base_id = base or f"{config_base.model}@{config_base.revision}"
@@ -66,8 +61,13 @@ def build_adapter_repository(
     card_text = name_base(card.decode(), model, commit).replace(
         ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`."
     )
+    weights = source.files[ADAPTER_WEIGHTS]
+    assert weights.path is not None
+    digest = sha256_of_file(weights.path)
+    source.weights = {ADAPTER_WEIGHTS: ListedFile(size=weights.size, sha256=digest)}
+    source.evaluation = scores(source)
     card_text = show_evaluation(card_text, name, source.evaluation)
     files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: card_text.encode()}
     source.fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
-    weights = {ADAPTER_WEIGHTS: source.files[ADAPTER_WEIGHTS]}
-    return write_build(add_manifest(files, source), weights, out, source.name)
+    built = add_manifest(files, source)
+    return write_build(built, {ADAPTER_WEIGHTS: weights}, out, str(folder))

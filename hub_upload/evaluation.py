@@ -6,55 +6,55 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
-from pydantic import BaseModel, ConfigDict
 
 import glm4v_patched
 from glm4v_patched.models.base import digest_file
+from glm4v_patched.patch.config_json import parse_json_object
 
 from .files import SourceFiles
 from .manifest import ID_PATTERN, MANIFEST, Evaluation
 
+SECTION = """
+## Evaluation
 
-class _Settings(BaseModel):
-    model: dict[str, str]
+The command `glm4v-patched evaluate`, on {rows:,} rows of {dataset}. Scores with `_swapped` were
+computed with the images of other rows.
 
-
-class _Metrics(BaseModel):
-    """What every ``metrics.json`` has; a metric is a key beside which ``KEY_swapped`` exists."""
-
-    model_config = ConfigDict(extra="allow", title="metrics.json of glm4v-patched evaluate")
-    rows: int
-    settings: _Settings
+| metric | mean |
+|---|---|
+"""
 
 
-def read_evaluation(path: Path | None, dataset: str | None, source: SourceFiles) -> Evaluation:
-    """Read a ``metrics.json``.
+def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) -> Evaluation | None:
+    """Read a ``metrics.json``; without ``path`` and ``data``, return None.
 
     Args:
-        dataset: What the rows are: an id on the Hub, or words.
+        data: What the rows are: an id on the Hub, or words.
         source: The files that are published, whose weights must be those that were evaluated.
 
     Raises:
-        ValueError: The file is none of ``evaluate``, or is of other weights.
+        ValueError: The file is not one of ``evaluate``, or is of other weights.
     """
-    if not path or not dataset:
-        raise ValueError(
-            f"--evaluation is {path} and --evaluated-on is {dataset}: give both, a metrics.json and "
-            "the id or name of the data set"
-        )
-    report = _Metrics.model_validate_json(path.read_bytes())
-    evaluated = {name.removeprefix("adapters: "): d for name, d in report.settings.model.items()}
+    if path is None and data is None:
+        return None
+    if path is None or not data:
+        raise ValueError(f"--evaluation is {path}, --evaluated-on is {data}; expected both")
+    report = parse_json_object(path.read_bytes(), str(path))
+    settings = report.get("settings")
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+        raise ValueError(f"{path} has no settings.model: expected a file of glm4v-patched evaluate")
+    evaluated = {name.removeprefix("adapters: "): d for name, d in settings["model"].items()}
     for name, published in _digests(source):
         if evaluated.get(name) != published:
             raise ValueError(
                 f"{path} is of other weights: {name} was {evaluated.get(name, 'not there')}, and "
                 f"{published} is published: evaluate {source.name} itself"
             )
-    extra: dict[str, Any] = report.model_extra or {}
-    names = [name for name in extra if f"{name}_swapped" in extra]
-    scores = {n: extra[n] for name in names for n in (name, f"{name}_swapped")}
-    known = {name: score for name, score in scores.items() if score is not None}
-    return Evaluation(dataset=dataset, rows=report.rows, scores=known)
+    # The two scores of a metric are its own and that with the images of other rows.
+    rows = report.pop("rows", None)
+    names = [n for name in report if f"{name}_swapped" in report for n in (name, f"{name}_swapped")]
+    scores = {name: report[name] for name in names if report[name] is not None}
+    return Evaluation(dataset=data, rows=rows, scores=scores)
 
 
 def _digests(source: SourceFiles) -> Iterator[tuple[str, str]]:
@@ -76,23 +76,21 @@ def show_evaluation(card: str, name: str, evaluation: Evaluation | None) -> str:
         return card
     parsed = ModelCard(card)
     data: Any = parsed.data
-    url = f"https://huggingface.co/{name}/blob/v{glm4v_patched.__version__}/{MANIFEST}"
-    dataset, is_id = evaluation.dataset, re.fullmatch(ID_PATTERN, evaluation.dataset)
-    common = {"task_type": "image-text-to-text", "source_name": MANIFEST, "source_url": url}
-    common |= {"dataset_name": dataset, "dataset_type": dataset if is_id else "private"}
+    is_id = re.fullmatch(ID_PATTERN, evaluation.dataset)
     data.model_name = name.partition("/")[2]
     data.eval_results = [
-        EvalResult(metric_type=metric, metric_value=score, **common)
+        EvalResult(
+            task_type="image-text-to-text",
+            dataset_type=evaluation.dataset if is_id else "private",
+            dataset_name=evaluation.dataset,
+            metric_type=metric,
+            metric_value=score,
+            source_name=MANIFEST,
+            source_url=f"https://huggingface.co/{name}/blob/v{glm4v_patched.__version__}/{MANIFEST}",
+        )
         for metric, score in evaluation.scores.items()
     ]
-    lines = [f"| `{metric}` | {score:.4f} |" for metric, score in evaluation.scores.items()]
-    text = "\n".join(
-        [
-            f"\n## Evaluation\n\nThe command `glm4v-patched evaluate`, on {evaluation.rows:,} rows of "
-            f"{dataset}. Scores with\n`_swapped` were computed with the images of other rows.\n",
-            "| metric | mean |\n|---|---|",
-            *lines,
-        ]
-    )
+    rows = "".join(f"| `{metric}` | {score:.4f} |\n" for metric, score in evaluation.scores.items())
+    text = SECTION.format(rows=evaluation.rows, dataset=evaluation.dataset) + rows
     head, mark, rest = parsed.text.partition("\n## ")
-    return f"---\n{data.to_yaml()}\n---\n{head}{text}\n{mark}{rest}"
+    return f"---\n{data.to_yaml()}\n---\n{head}{text}{mark}{rest}"

@@ -115,4 +115,4 @@ def test_what_is_no_evaluation_is_refused(change, message, evaluated, build, tmp
 @pytest.mark.parametrize("option", ["--evaluation", "--evaluated-on"])
 def test_one_option_without_the_other_is_refused(option, evaluated, build):
     status, output = build(evaluated[0], option, "metrics.json")
-    assert status == 1 and "give both" in output
+    assert status == 1 and "expected both" in output
