@@ -32,7 +32,7 @@ EXAMPLES = {
     "adopt weights --out adopted": "adopted: the weights, with this package's code",
     "bench --trained lora_lm --out rows.json": "a table of rows; rows.json has them as JSON",
     "doctor recipe.yaml --json": "findings and cures; exit status 1 if something will fail",
-    "compare original --run-code --python old/bin/python": "what was compared; exit status 1 if it differs",
+    "compare original --run-code --python old/bin/python": "a verdict for each case; 1 if one differs",
 }
 STATUSES = """exit status: 0 success, 1 error, 2 wrong arguments, 128 + N after signal N.
 Results are on standard output, errors on standard error; the last line of an
@@ -277,7 +277,8 @@ class _HelpWithFields(argparse.Action):
         from .finetune.recipe.shipped import shipped_names
 
         names = "\n".join(f"  {name}" for name in shipped_names())
-        parser.epilog = f"{parser.epilog}\n\nrecipes that ship:\n\n{names}\n\nfields of a recipe:\n\n{describe_fields()}"
+        fields = f"recipes that ship:\n\n{names}\n\nfields of a recipe:\n\n{describe_fields()}"
+        parser.epilog = f"{parser.epilog}\n\n{fields}"
         parser.print_help()
         parser.exit()
 

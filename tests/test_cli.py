@@ -64,8 +64,8 @@ def test_each_help_has_an_example_that_is_accepted(capsys):
         assert all("=" in word for word in rest), text
         with pytest.raises(SystemExit, match="0"):
             main([words[0], "--help"])
-        shown = capsys.readouterr().out
-        assert f"glm4v-patched {text}\n" in shown and "exit status: 0 success, 1 error" in shown
+        page = capsys.readouterr().out
+        assert f"glm4v-patched {text}\n" in page and "exit status: 0 success, 1 error" in page
     assert "exit status: 0 success, 1 error" in parser.format_help()
 
 
