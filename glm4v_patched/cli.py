@@ -32,7 +32,7 @@ EXAMPLES = {
     "adopt weights --out adopted": "adopted: the weights, with this package's code",
     "bench --trained lora_lm --out rows.json": "a table of rows; rows.json has them as JSON",
     "doctor recipe.yaml --json": "findings and cures; exit status 1 if something will fail",
-    "compare original --run-code --python old/bin/python": "a verdict for each case; 1 if one differs",
+    "compare original --run-code --python old/bin/python": "a verdict for each case",
 }
 STATUSES = """exit status: 0 success, 1 error, 2 wrong arguments, 128 + N after signal N.
 Results are on standard output, errors on standard error; the last line of an
