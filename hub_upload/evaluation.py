@@ -14,16 +14,6 @@ from glm4v_patched.patch.config_json import parse_json_object
 from .files import SourceFiles
 from .manifest import ID_PATTERN, MANIFEST, Evaluation
 
-SECTION = """
-## Evaluation
-
-The command `glm4v-patched evaluate`, on {rows:,} rows of {dataset}. Scores with `_swapped` were
-computed with the images of other rows.
-
-| metric | mean |
-|---|---|
-"""
-
 
 def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) -> Evaluation | None:
     """Read a ``metrics.json``; without ``path`` and ``data``, return None.
@@ -43,6 +33,8 @@ def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) ->
     settings = report.get("settings")
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
         raise ValueError(f"{path} has no settings.model: expected a file of glm4v-patched evaluate")
+    if quantized := (settings.get("options") or {}).get("weights"):
+        raise ValueError(f"{path} is of weights in {quantized}: evaluate without --weights")
     evaluated = {name.removeprefix("adapters: "): d for name, d in settings["model"].items()}
     for name, published in _digests(source):
         if evaluated.get(name) != published:
@@ -67,7 +59,7 @@ def _digests(source: SourceFiles) -> Iterator[tuple[str, str]]:
 
 
 def show_evaluation(card: str, name: str, evaluation: Evaluation | None) -> str:
-    """Return a card with the scores in its metadata (``model-index``) and before its first section.
+    """Return a card with the scores in its metadata (``model-index``), which the Hub shows.
 
     Args:
         name: Id of the repository, whose manifest is the source of the scores.
@@ -90,7 +82,4 @@ def show_evaluation(card: str, name: str, evaluation: Evaluation | None) -> str:
         )
         for metric, score in evaluation.scores.items()
     ]
-    rows = "".join(f"| `{metric}` | {score:.4f} |\n" for metric, score in evaluation.scores.items())
-    text = SECTION.format(rows=evaluation.rows, dataset=evaluation.dataset) + rows
-    head, mark, rest = parsed.text.partition("\n## ")
-    return f"---\n{data.to_yaml()}\n---\n{head}{text}{mark}{rest}"
+    return f"---\n{data.to_yaml()}\n---\n{parsed.text}"
