@@ -16,6 +16,27 @@ from .installed_versions import versions
 from .paths import to_path
 from .terminal_text import error_text, pip_install, show_progress
 
+# The example in each command's help, and what it gives.
+EXAMPLES = {
+    "demo --out demo_output": "demo_output/metrics.json: accuracy before and after",
+    "train lora_1x80gb data.train=train.jsonl out=trained": "trained: adapters, training.json; "
+    "the last lines are the results, or after a stop the command that resumes",
+    "recipe lora_1x80gb > my.yaml": "my.yaml: a recipe to edit",
+    "answer trained --data questions.jsonl --out answers.jsonl": "a JSON line for each row, in "
+    "order; after a stop, the same command goes on",
+    "evaluate trained --data rows.jsonl --out scores": "a table; scores/metrics.json, answers.png",
+    "merge trained --out merged": "merged: a model with its code",
+    "export merged --format gguf --out files": "files for llama.cpp; other formats are models",
+    "chat trained --image cat.png": "an answer to each line of standard input",
+    "serve trained --port 8000 --api-key KEY": "a line with 'is served at'; it runs until stopped",
+    "adopt weights --out adopted": "adopted: the weights, with this package's code",
+    "bench --trained lora_lm --out rows.json": "a table of rows; rows.json has them as JSON",
+    "doctor recipe.yaml --json": "findings and cures; exit status 1 if something will fail",
+    "compare original --run-code --python old/bin/python": "a verdict for each case",
+}
+STATUSES = """exit status: 0 success, 1 error, 2 wrong arguments, 128 + N after signal N.
+Results are on standard output, errors on standard error; the last line of an
+error has the cure. No command asks a question."""
 VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
@@ -50,7 +71,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
+    parser = argparse.ArgumentParser(
+        prog="glm4v-patched",
+        description="Fine-tune glm-4v-9b, and evaluate, merge, export and serve the result.",
+        epilog=f"{STATUSES}\n\nFirst: glm4v-patched demo. Options: glm4v-patched COMMAND --help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     version_help = "print the versions of this package and of what it runs on"
     parser.add_argument("--version", action=_Version, help=version_help)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -70,7 +96,6 @@ def _build_parser() -> argparse.ArgumentParser:
         help="run a recipe, or continue one that was stopped",
         usage="glm4v-patched train RECIPE [field=value ...] [options]",
         add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.set_defaults(run=_run_train)
     train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
@@ -109,6 +134,10 @@ def _build_parser() -> argparse.ArgumentParser:
     add_compare_arguments(compare)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+    for example, result in EXAMPLES.items():
+        epilog = f"example:\n  glm4v-patched {example}\n  -> {result}\n\n{STATUSES}"
+        commands.choices[example.split()[0]].epilog = epilog
     parser.set_defaults(commands=commands.choices)
     return parser
 
@@ -248,9 +277,8 @@ class _HelpWithFields(argparse.Action):
         from .finetune.recipe.shipped import shipped_names
 
         names = "\n".join(f"  {name}" for name in shipped_names())
-        parser.epilog = (
-            f"recipes that ship:\n\n{names}\n\nfields of a recipe:\n\n{describe_fields()}"
-        )
+        fields = f"recipes that ship:\n\n{names}\n\nfields of a recipe:\n\n{describe_fields()}"
+        parser.epilog = f"{parser.epilog}\n\n{fields}"
         parser.print_help()
         parser.exit()
 

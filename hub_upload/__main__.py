@@ -32,6 +32,10 @@ def _make_parser() -> argparse.ArgumentParser:
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")
+    metrics = "metrics.json of glm4v-patched evaluate on these weights: scores for the card"
+    add("--evaluation", type=to_path, metavar="FILE", help=metrics)
+    data = "the data set of --evaluation: its id on the Hub, or its name"
+    add("--evaluated-on", metavar="TEXT", help=data)
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
     add("target", type=expand_path, metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
@@ -96,11 +100,15 @@ def _run_command(options: argparse.Namespace) -> int:
     require_new_folder(options.out)
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
     with show_progress("importing torch and transformers"):
-        from . import adapter, build
+        from . import adapter, build, evaluation
 
     if options.adapter is not None:
         if options.trained is not None:
             raise ValueError("--trained is for --weights: the card of adapters has it already")
+        if options.evaluation or options.evaluated_on:
+            raise ValueError(
+                "--evaluation is for --weights: the card of adapters has scores already"
+            )
         name = options.name or "org/glm-4v-9b-adapters"
         base = adapter.build_adapter_repository(
             options.adapter, options.out, name, options.fine_tune_of
@@ -108,6 +116,8 @@ def _run_command(options: argparse.Namespace) -> int:
         print(f"adapters of {base}; to publish them: hf upload {name} {options.out}")
         return 0
     source = build.read_source(options.weights, options.fine_tune_of, options.trained)
+    scores = evaluation.read_evaluation(options.evaluation, options.evaluated_on, source)
+    source.evaluation = scores or source.evaluation
     name = options.name or f"org/{build.published_model(source).name}-trainable"
     manifest = build.build_model_repository(source, options.out, name)
     origin = manifest.weights_from

@@ -29,6 +29,7 @@ from glm4v_patched.remote.configuration_chatglm import refuse_remote_code
 from glm4v_patched.terminal_text import format_bytes, show_progress
 
 from .checks import check_loading, check_weight_files
+from .evaluation import show_evaluation
 from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
 from .manifest import (
@@ -82,6 +83,8 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
     source.files = {name: file for name, file in source.files.items() if "/" not in name}
     source.weights = _list_weights(source)
     source.fine_tune = _fine_tune_of(source, base, trained)
+    if MANIFEST in source.files and (earlier := source.read_manifest()).weights == source.weights:
+        source.evaluation = earlier.evaluation
     return source
 
 
@@ -217,7 +220,7 @@ def build_contents(
     if license_name:
         files[WEIGHTS_LICENSE] = texts[license_name]
     files["README.md"] = _card(source, name, license_name, licensed_at, dependencies)
-    return add_manifest(files, source.weights, source.fine_tune, source.origin)
+    return add_manifest(files, source)
 
 
 def _refuse_settings(source: SourceFiles) -> None:
@@ -241,20 +244,16 @@ def _refuse_settings(source: SourceFiles) -> None:
             )
 
 
-def add_manifest(
-    files: dict[str, bytes],
-    weights: dict[str, ListedFile],
-    fine_tune: FineTune | None,
-    origin: WeightsOrigin | None = None,
-) -> dict[str, bytes]:
-    """Return the files with a manifest added, which lists these files and the weights."""
+def add_manifest(files: dict[str, bytes], source: SourceFiles) -> dict[str, bytes]:
+    """Return the files with a manifest added, which lists these files and the source's weights."""
     hashed = {name: File.of(content) for name, content in files.items()}
-    listed = {n: ListedFile(size=f.size, sha256=str(f.sha256)) for n, f in hashed.items()} | weights
+    listed = {n: ListedFile(size=f.size, sha256=str(f.sha256)) for n, f in hashed.items()}
     manifest = Manifest(
         version=glm4v_patched.__version__,
-        weights_from=origin,
-        fine_tune=fine_tune,
-        files=dict(sorted(listed.items())),
+        weights_from=source.origin,
+        fine_tune=source.fine_tune,
+        evaluation=source.evaluation,
+        files=dict(sorted((listed | source.weights).items())),
     )
     return {**files, MANIFEST: to_json_bytes(manifest.model_dump())}
 
@@ -287,4 +286,4 @@ def _card(
         license_link=f"https://huggingface.co/{address}",
         license_file=license_name and WEIGHTS_LICENSE,
     )
-    return card.encode()
+    return show_evaluation(card, name, source.evaluation).encode()

@@ -10,7 +10,15 @@ from glm4v_patched.atomic import find_file_problem, require_inside
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, check_index
 from glm4v_patched.patch.config_json import parse_json_object
 
-from .manifest import MANIFEST, FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
+from .manifest import (
+    MANIFEST,
+    Evaluation,
+    FineTune,
+    ListedFile,
+    Manifest,
+    WeightsOrigin,
+    parse_manifest,
+)
 
 # A tokenizer.json has 20 MB. Files above this size are not read, only hashed when needed.
 MAX_READ_BYTES = 100_000_000
@@ -44,6 +52,7 @@ class SourceFiles:
     Attributes:
         weights: Files of weights that the loader will open.
         fine_tune: How the weights were trained; None for the original weights.
+        evaluation: Scores of these weights, if they are to be published.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class SourceFiles:
     ) -> None:
         self.name, self.files, self.origin = name, files, origin
         self.fine_tune: FineTune | None = None
+        self.evaluation: Evaluation | None = None
         self.weights: dict[str, ListedFile] = {}
 
     def content(self, path: str) -> bytes | None:
@@ -92,7 +102,7 @@ class BuiltFiles(SourceFiles):
         self.revision = revision
         self.manifest = self.read_manifest()
         self.origin, self.fine_tune = self.manifest.weights_from, self.manifest.fine_tune
-        self.weights = self.manifest.weights
+        self.weights, self.evaluation = self.manifest.weights, self.manifest.evaluation
 
     @property
     def weights_stay_on_hub(self) -> bool:

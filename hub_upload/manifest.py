@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from glm4v_patched.patch.config_json import parse_json_object
 
@@ -40,11 +40,22 @@ class WeightsOrigin(_ManifestModel):
         return f"{self.repository}@{self.revision}"
 
 
+OneLine = Annotated[str, AfterValidator(_one_line)]
+
+
 class FineTune(_ManifestModel):
     """The base model of trained weights, and what was trained on which data."""
 
     base: Id
-    trained: Annotated[str, AfterValidator(_one_line)]
+    trained: OneLine
+
+
+class Evaluation(_ManifestModel):
+    """Mean scores by metric, over the rows of a data set that an id of the Hub or words name."""
+
+    dataset: OneLine
+    rows: Annotated[int, Field(ge=1)]
+    scores: dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], FiniteFloat]
 
 
 class Manifest(_ManifestModel):
@@ -53,6 +64,7 @@ class Manifest(_ManifestModel):
     version: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+){2}[A-Za-z0-9_.+-]*$")]
     weights_from: WeightsOrigin | None
     fine_tune: FineTune | None
+    evaluation: Evaluation | None
     files: dict[FileName, ListedFile]
 
     @property

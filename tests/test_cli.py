@@ -54,6 +54,21 @@ def test_what_is_not_known_is_answered_with_the_nearest_that_is(typed, named, ca
     words(error)
 
 
+def test_each_help_has_an_example_that_is_accepted(capsys):
+    parser = cli._build_parser()
+    commands = parser.get_default("commands")
+    examples = [example.partition(" > ")[0].split() for example in cli.EXAMPLES]
+    assert sorted(words[0] for words in examples) == sorted(commands)
+    for words, text in zip(examples, cli.EXAMPLES, strict=True):
+        _, rest = parser.parse_known_args(words)
+        assert all("=" in word for word in rest), text
+        with pytest.raises(SystemExit, match="0"):
+            main([words[0], "--help"])
+        page = capsys.readouterr().out
+        assert f"glm4v-patched {text}\n" in page and "exit status: 0 success, 1 error" in page
+    assert "exit status: 0 success, 1 error" in parser.format_help()
+
+
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command in a process that cannot import a module."""
     code = f"import runpy, sys; sys.modules[{module!r}] = None; "

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -172,10 +171,15 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(**options: Any) -> Iterator[None]:
+def applied(
+    *, fused_linear_cross_entropy: bool | None = None, attn_implementation: str | None = None
+) -> Iterator[None]:
     """Call :func:`apply` for a ``with`` block. If it was called before the block, do not revert."""
     was_unpatched = _PatchState.patches is None
-    apply(**options)
+    apply(
+        fused_linear_cross_entropy=fused_linear_cross_entropy,
+        attn_implementation=attn_implementation,
+    )
     try:
         yield
     finally:

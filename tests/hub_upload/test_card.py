@@ -35,6 +35,14 @@ def test_it_has_the_metadata_of_the_hub(card):
     assert body.count(f"pip install {named}") == 3
 
 
+def test_the_text_of_the_collection_fits():
+    """The Hub's limits, as huggingface_hub's create_collection and its server give them."""
+    page = (ROOT / "docs" / "publishing.md").read_text()
+    [title] = re.findall(r'hf collections create "(.*?)"', page)
+    [description] = re.findall(r'--description "(.*?)"', page)
+    assert len(title) < 60 and 100 < len(description) <= 150
+
+
 @pytest.fixture
 def blocks(built, tmp_path, monkeypatch) -> list[str]:
     """The card's Python, with the folder in place of the repository, and an image."""

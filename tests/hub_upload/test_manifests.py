@@ -62,7 +62,7 @@ def test_verify_and_publish_refuse_a_damaged_manifest(number, copy, monkeypatch)
     contents = {n: file.content for n, file in files.items() if file.content and n != MANIFEST}
 
     def rebuild(target, *_):  # reading the vocabulary in each example would take minutes
-        return add_manifest(contents, target.weights, target.fine_tune, target.origin)
+        return add_manifest(contents, target)
 
     monkeypatch.setattr(verify, "build_contents", rebuild)
 

@@ -281,7 +281,7 @@ def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(co
     contents.pop(MANIFEST)
 
     def rebuild(target, *_):  # reading the vocabulary each time would take minutes
-        return add_manifest(contents, target.weights, target.fine_tune, target.origin)
+        return add_manifest(contents, target)
 
     monkeypatch.setattr(verifying, "build_contents", rebuild)
     for name, content in as_files(copy).items():
