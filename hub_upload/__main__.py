@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from glm4v_patched.paths import expand_path, to_path
-from glm4v_patched.terminal_text import printable, show_progress
+from glm4v_patched.terminal_text import pluralize, printable, show_progress, write_line
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -48,9 +48,30 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = _make_parser().parse_args(argv)
+    try:
+        # Each phase has a line of its own; this one is for what is between them.
+        with show_progress(f"hub_upload {options.command}"):
+            return _run_command(options)
+    except KeyboardInterrupt:
+        print("hub_upload: stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        from pydantic import ValidationError
+
+        from .hub import describe_error, without_secrets
+
+        # Errors that we raise are plain ValueErrors; pydantic's are about the manifest.
+        is_ours = type(error) in (ValueError, ValidationError)
+        message = str(error) if is_ours else describe_error(error)
+        print(f"hub_upload: {without_secrets(message)}", file=sys.stderr)
+        return 1
+
+
+def _run_command(options: argparse.Namespace) -> int:
     # Imported here, so that --help and usage errors are answered without loading torch.
     import huggingface_hub
-    from pydantic import ValidationError
 
     version = huggingface_hub.__version__
     if tuple(map(int, version.split(".")[:2])) < (1, 33):
@@ -60,25 +81,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    from .hub import describe_error, limit_request_time, without_secrets
+    from .hub import limit_request_time
 
-    try:
-        limit_request_time()
-        return _run_command(options)
-    except KeyboardInterrupt:
-        print("hub_upload: stopped", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if sys.flags.dev_mode:
-            raise
-        # Errors that we raise are plain ValueErrors; pydantic's are about the manifest.
-        is_ours = type(error) in (ValueError, ValidationError)
-        message = str(error) if is_ours else describe_error(error)
-        print(f"hub_upload: {without_secrets(message)}", file=sys.stderr)
-        return 1
-
-
-def _run_command(options: argparse.Namespace) -> int:
+    limit_request_time()
     if options.command == "publish":
         from .publish import publish
 
@@ -88,12 +93,11 @@ def _run_command(options: argparse.Namespace) -> int:
         from .verify import verify
 
         report = verify(options.target, options.revision, options.weights, options.python)
-        print(report.as_json() if options.json else report.as_table())
+        write_line(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
     location = options.weights or options.adapter
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
-    with show_progress("importing torch and transformers"):
-        from . import adapter, build
+    from . import adapter, build
 
     training = options.fine_tune_of, options.trained
     if options.adapter is not None:
@@ -104,12 +108,14 @@ def _run_command(options: argparse.Namespace) -> int:
         name = options.name or f"org/{build.published_model(source).name}-trainable"
         manifest = build.build_model_repository(source, options.out, name)
     fine_tune, origin = manifest.fine_tune, manifest.weights_from
-    summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"
+    summary = f"{pluralize(len(manifest.names), 'file')}, {len(manifest.weights)} of weights"
     summary += f", adapters of {fine_tune.base}" if fine_tune and manifest.is_adapter else ""
     weights = f"the Hub will copy the weights from {origin}" if origin else "weights in the folder"
-    print(f"version {manifest.version}: {summary}; {weights}")
+    write_line(f"version {manifest.version}: {summary}; {weights}")
     if not manifest.is_adapter and build.WEIGHTS_LICENSE not in manifest.files:
-        print("the source has no license file; the card links to the original's: please read it")
+        write_line(
+            "the source has no license file; the card links to the original's: please read it"
+        )
     return 0
 
 

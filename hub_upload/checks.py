@@ -22,7 +22,7 @@ from glm4v_patched.models.weight_files import (
     require_agreement,
 )
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.terminal_text import listed
+from glm4v_patched.terminal_text import listed, show_progress
 
 from .files import BuiltFiles, sha256_of_file
 from .manifest import COMMIT_PATTERN, MANIFEST
@@ -61,15 +61,17 @@ def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
     require_that(not foreign, f"not in the manifest: {listed(sorted(foreign))}")
     missing = expected.keys() - target.files.keys()
     require_that(not missing, f"missing: {listed(sorted(missing))}")
-    for name, entry in expected.items():
-        file, problem = target.files[name], f"{name} differs from the manifest"
-        size_problem = f"{problem}: {file.size:,} bytes, expected {entry.size:,}"
-        require_that(file.size == entry.size, size_problem)
-        digest = file.sha256
-        if digest is None and file.path:
-            digest = sha256_of_file(file.path) if read_weights else entry.sha256
-        digest_problem = f"{problem}: sha256 {digest}, expected {entry.sha256}"
-        require_that(digest == entry.sha256, digest_problem)
+    with show_progress("comparing", total=len(expected), unit="file") as progress:
+        for name, entry in expected.items():
+            file, problem = target.files[name], f"{name} differs from the manifest"
+            size_problem = f"{problem}: {file.size:,} bytes, expected {entry.size:,}"
+            require_that(file.size == entry.size, size_problem)
+            digest = file.sha256
+            if digest is None and file.path:
+                digest = sha256_of_file(file.path) if read_weights else entry.sha256
+            digest_problem = f"{problem}: sha256 {digest}, expected {entry.sha256}"
+            require_that(digest == entry.sha256, digest_problem)
+            progress.update()
     is_exact = target.revision or read_weights
     note = "" if is_exact else "; weights by size only (--weights compares their sha256)"
     return f"{len(expected)} files, by size and sha256{note}"

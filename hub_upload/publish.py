@@ -20,7 +20,14 @@ from huggingface_hub import (
 )
 from huggingface_hub.hf_api import RepoSibling
 
-from glm4v_patched.terminal_text import format_bytes, listed, printable
+from glm4v_patched.terminal_text import (
+    format_bytes,
+    listed,
+    pluralize,
+    printable,
+    show_progress,
+    write_line,
+)
 
 from .checks import GIT_FILES, refuse_failed, require_that
 from .files import BuiltFiles, File, read_folder
@@ -35,7 +42,7 @@ TAG_CURE = "Users pin tags, so the tag is not moved: raise the version and build
 
 def print_line(line: str) -> None:
     """Print a line at once, without control characters."""
-    print(printable(line), flush=True)
+    write_line(printable(line))
 
 
 def read_built_folder(folder: Path) -> BuiltFiles:
@@ -197,7 +204,11 @@ class Publication:
         files = {name: self.files[name] for name in self.uploaded}
         paths = {n: f.path for n, f in files.items() if f.content is None and f.path}
         before = {name: file_state(path) for name, path in paths.items()}
-        added = [CommitOperationAdd(n, paths.get(n) or f.content or b"") for n, f in files.items()]
+        added = []
+        with show_progress("hashing", total=len(files), unit="file") as progress:
+            for name, file in files.items():
+                added.append(CommitOperationAdd(name, paths.get(name) or file.content or b""))
+                progress.update()
         for addition in added:
             name, digest = addition.path_in_repo, addition.upload_info.sha256.hex()
             if digest != files[name].sha256:
@@ -206,7 +217,8 @@ class Publication:
                     "nothing was sent, build again"
                 )
         # Uploading reads the weights again, and not every server checks their sha256.
-        self.api.preupload_lfs_files(self.repo, added)
+        with show_progress(f"uploading {pluralize(len(added), 'file')}"):
+            self.api.preupload_lfs_files(self.repo, added)
         if changed := [name for name in paths if file_state(paths[name]) != before[name]]:
             raise ValueError(
                 f"{listed(changed)} changed during the upload, so nothing was committed: build "

@@ -122,9 +122,10 @@ def fetch_weights(base: ModelSource) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.safetensors", WEIGHTS_INDEX, *COPIED_FILES, "config.json"]
-        folder = Path(
-            snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
-        )
+        with show_progress(f"downloading {base.model}"):
+            folder = Path(
+                snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
+            )
     shards = shards_of(folder)
     for path in [*files_to_copy(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
         require_inside(path, folder)
