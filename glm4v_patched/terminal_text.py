@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 # Seconds until the first line of show_progress, and between later lines.
 FIRST_LINE_SECONDS, NEXT_LINE_SECONDS, POLL_SECONDS = 0.4, 4.5, 0.1
@@ -182,12 +183,12 @@ def no_progress() -> Iterator[None]:
         _active.remove(None)
 
 
-def write_line(text: str) -> None:
-    """Print a line to standard output; the next progress line is due some seconds later."""
+def write_line(text: str, file: TextIO | None = None) -> None:
+    """Print a line, by default to standard output; progress pauses for seconds after it."""
     global _last_printed
     if _active:
         _erase_line()
-    print(text, flush=True)
+    print(text, file=file, flush=True)
     _last_printed = time.perf_counter()
 
 

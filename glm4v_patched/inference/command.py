@@ -79,7 +79,7 @@ def add_commands(commands) -> None:
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     serve.set_defaults(run=_run_serve)
-    _add_model(serve, ["revision", "device", "weights"])
+    _add_model(serve, ["revision", "device", "dtype", "weights"])
     _add_server(serve)
     _add_generation(serve, STREAMING_OPTIONS)
 

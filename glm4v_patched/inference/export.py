@@ -145,7 +145,8 @@ def export(
         base, unquantized_bytes, export_format, processor, conversations
     )
     write_line(
-        f"calibrating with {pluralize(len(conversations), 'row')}; weights "
+        f"calibrating with {pluralize(len(conversations), 'row')}, in the dtype that the model was "
+        f"saved in, on the {device}; weights "
         f"{format_bytes(unquantized_bytes)}, quantized about {format_bytes(disk_bytes)}; "
         f"needs about {format_bytes(memory_bytes)} of memory"
     )

@@ -197,7 +197,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     layers = adapted_layers(base, model)
     missing = {*layers}
     shards = shards_of(folder)
-    with show_progress("merging", total=len(shards), unit="file") as progress:
+    with show_progress("merging in fp32", total=len(shards), unit="file") as progress:
         for name in shards:
             with safe_open(folder / name, framework="pt") as file:
                 keys = file.keys()

@@ -46,6 +46,7 @@ def serve(options: Namespace) -> None:
     if program:
         address = options.host, options.port
         command = vllm_command(program, base, name, adapters, address, generation)
+        command += ["--dtype", options.dtype]
         write_line(f"vLLM serves {name}: {shlex.join(command)}")
         listener.close()
         os.execve(program, command, vllm_environment(limits))
