@@ -14,7 +14,7 @@ from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
 from .paths import to_path
-from .terminal_text import error_text, pip_install, show_progress
+from .terminal_text import error_text, pip_install, show_progress, write_line
 
 # The example in each command's help, and what it gives.
 EXAMPLES = {
@@ -51,10 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
     options.rest = rest
-    # Each phase has a line of its own; this one is for what is between them.
-    has_end = options.command not in ("chat", "serve")
     try:
-        with show_progress(f"glm4v-patched {options.command}", enabled=has_end):
+        # Each phase has a line of its own; this one is for what is between them.
+        with show_progress(f"glm4v-patched {options.command}"):
             return options.run(options) or 0
     except ModuleNotFoundError as error:
         if error.name not in ("yaml", "pydantic"):
@@ -176,7 +175,7 @@ def _run_demo(options: argparse.Namespace) -> None:
     placement = place_demo(options.processes, options.device)
     metrics = run_demo(options.out, placement, options.steps, options.task)
     score, name = ("iou", "mean IoU") if "iou_after" in metrics else ("accuracy", "exact match")
-    print(
+    write_line(
         f"""
 {name} on images it has not seen, answered by a fresh process without this package:
   before training       {metrics[f"{score}_before"]:.3f}
@@ -217,21 +216,21 @@ def _run_train(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return 0
-    print(describe_end(job, placement.on_cpu))
+    write_line(describe_end(job, placement.on_cpu))
     return 0
 
 
 def _run_recipe(options: argparse.Namespace) -> None:
     from .finetune.recipe.shipped import describe_shipped, shipped_text
 
-    print(describe_shipped() if options.name is None else shipped_text(options.name))
+    write_line(describe_shipped() if options.name is None else shipped_text(options.name))
 
 
 def _run_adopt(options: argparse.Namespace) -> None:
     with show_progress("importing torch and transformers"):
         from .models.adopt import adopt
 
-    print(adopt(options.folder, options.out))
+    write_line(adopt(options.folder, options.out))
 
 
 def _run_bench(options: argparse.Namespace) -> None:

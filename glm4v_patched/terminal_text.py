@@ -10,10 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 # Seconds until the first line of show_progress, and between later lines.
-FIRST_LINE_SECONDS, NEXT_LINE_SECONDS, POLL_SECONDS = 0.5, 4.5, 0.1
+FIRST_LINE_SECONDS, NEXT_LINE_SECONDS, POLL_SECONDS = 0.4, 4.5, 0.1
 ERASE_LINE = "\r\x1b[2K"
+# A terminal cuts a line that is wider than itself off, in place of beginning another line.
+NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 def own_command(*arguments: str) -> str:
@@ -77,7 +80,7 @@ class Activity:
 
     def __init__(self, activity: str, total: int | None, unit: str, done: int):
         self.activity, self.total, self.unit, self.done = activity, total, unit, done
-        self.start, self.ended = time.perf_counter(), threading.Event()
+        self.start, self.is_printed = time.perf_counter(), False
         self._first: tuple[float, int] | None = None  # when something was done, and how much
 
     def update(self, number: int = 1) -> None:
@@ -96,23 +99,47 @@ class Activity:
             text += f", {timedelta(seconds=round(seconds * (self.total - self.done)))} left"
         return text
 
-    def run(self) -> None:
-        """Print the line from time to time, until the activity has ended."""
-        global _last_printed
-        line, seconds = f"{self.activity} ...", FIRST_LINE_SECONDS
-        while not self.ended.wait(seconds):
-            is_due = line or time.perf_counter() - _last_printed >= NEXT_LINE_SECONDS
-            if _active[-1:] == [self] and is_due:
-                is_terminal = sys.stderr.isatty()
-                # In a terminal, the next line overwrites this one.
-                text = f"{ERASE_LINE}{line or self}\r" if is_terminal else f"{line or self}\n"
-                print(text, end="", file=sys.stderr, flush=True)
-                line, _last_printed = "", time.perf_counter()
-            seconds = max(_last_printed + NEXT_LINE_SECONDS - time.perf_counter(), POLL_SECONDS)
-
 
 _active: list[Activity | None] = []  # of running blocks, the innermost last; None prints nothing
-_last_printed = 0.0  # time.perf_counter() of the last line
+_innermost: tuple[Activity | None, float] = None, 0.0  # at the last tick, and since when
+_last_printed = time.perf_counter()  # when the last line was printed; at first, of the import
+_ticker = threading.Thread()  # the only thread that prints activities; not started yet
+
+
+def _tick(now: float) -> None:
+    """Print the innermost activity, if it is new or nothing has been printed for seconds.
+
+    So a sequence of short activities is not silent either.
+    """
+    global _innermost, _last_printed
+    [activity] = _active[-1:] or [None]
+    if activity is not _innermost[0]:
+        _innermost = activity, now
+    if activity is None or sys.stderr is None:  # None: closed by the shell's 2>&-
+        return
+    is_new = not activity.is_printed and now - _innermost[1] >= FIRST_LINE_SECONDS
+    if is_new or now - _last_printed >= NEXT_LINE_SECONDS:
+        line = str(activity) if activity.is_printed else f"{activity.activity} ..."
+        # In a terminal, the next line overwrites this one.
+        text = f"{ERASE_LINE}{NO_WRAP}{line}{WRAP}\r" if _overwrites_lines() else f"{line}\n"
+        print(text, end="", file=sys.stderr, flush=True)
+        activity.is_printed, _last_printed = True, now
+
+
+def _tick_forever() -> None:
+    while True:
+        time.sleep(POLL_SECONDS)
+        _tick(time.perf_counter())
+
+
+def _overwrites_lines() -> bool:
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return has_terminal and os.environ.get("TERM") != "dumb"
+
+
+def _erase_line() -> None:
+    if _overwrites_lines():
+        print(ERASE_LINE, end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -130,36 +157,38 @@ def show_progress(
             it is not known: seconds are printed instead.
         done: Units that are done already.
     """
+    global _ticker
     progress = Activity(activity, total, unit, done)
     if enabled:
         _active.append(progress)
-        threading.Thread(target=progress.run, daemon=True).start()
+        if not _ticker.is_alive():  # in a forked process neither
+            _ticker = threading.Thread(target=_tick_forever, daemon=True)
+            _ticker.start()
     try:
         yield progress
     finally:
-        progress.ended.set()
         if enabled:
             _active.remove(progress)
-            if sys.stderr.isatty():
-                print(ERASE_LINE, end="", file=sys.stderr, flush=True)
+            _erase_line()
 
 
 @contextmanager
 def no_progress() -> Iterator[None]:
-    """Print no progress during the block: other processes print theirs."""
+    """Print no progress during the block: other processes print theirs, or a person is awaited."""
     _active.append(None)
+    _erase_line()
     try:
         yield
     finally:
         _active.remove(None)
 
 
-def write_line(text: str) -> None:
-    """Print a line to standard output; the next progress line is due some seconds later."""
+def write_line(text: str, file: TextIO | None = None) -> None:
+    """Print a line, by default to standard output; progress pauses for seconds after it."""
     global _last_printed
-    if _active and sys.stderr.isatty():
-        print(ERASE_LINE, end="", file=sys.stderr, flush=True)
-    print(text, flush=True)
+    if _active:
+        _erase_line()
+    print(text, file=file, flush=True)
     _last_printed = time.perf_counter()
 
 

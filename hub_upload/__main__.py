@@ -5,7 +5,7 @@ import sys
 
 from glm4v_patched.atomic import require_new_folder
 from glm4v_patched.paths import expand_path, require_apart, to_path
-from glm4v_patched.terminal_text import printable, show_progress
+from glm4v_patched.terminal_text import pluralize, printable, show_progress, write_line
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -53,9 +53,30 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = _make_parser().parse_args(argv)
+    try:
+        # Each phase has a line of its own; this one is for what is between them.
+        with show_progress(f"hub_upload {options.command}"):
+            return _run_command(options)
+    except KeyboardInterrupt:
+        print("hub_upload: stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        from pydantic import ValidationError
+
+        from .hub import describe_error, without_secrets
+
+        # Errors that we raise are plain ValueErrors; pydantic's are about the manifest.
+        is_ours = type(error) in (ValueError, ValidationError)
+        message = str(error) if is_ours else describe_error(error)
+        print(f"hub_upload: {without_secrets(message)}", file=sys.stderr)
+        return 1
+
+
+def _run_command(options: argparse.Namespace) -> int:
     # Imported here, so that --help and usage errors are answered without loading torch.
     import huggingface_hub
-    from pydantic import ValidationError
 
     version = huggingface_hub.__version__
     if tuple(map(int, version.split(".")[:2])) < (1, 33):
@@ -65,25 +86,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    from .hub import describe_error, limit_request_time, without_secrets
+    from .hub import limit_request_time
 
-    try:
-        limit_request_time()
-        return _run_command(options)
-    except KeyboardInterrupt:
-        print("hub_upload: stopped", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if sys.flags.dev_mode:
-            raise
-        # Errors that we raise are plain ValueErrors; pydantic's are about the manifest.
-        is_ours = type(error) in (ValueError, ValidationError)
-        message = str(error) if is_ours else describe_error(error)
-        print(f"hub_upload: {without_secrets(message)}", file=sys.stderr)
-        return 1
-
-
-def _run_command(options: argparse.Namespace) -> int:
+    limit_request_time()
     if options.command == "publish":
         from .publish import publish
 
@@ -93,14 +98,13 @@ def _run_command(options: argparse.Namespace) -> int:
         from .verify import verify
 
         report = verify(options.target, options.revision, options.weights, options.python)
-        print(report.as_json() if options.json else report.as_table())
+        write_line(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
     location = options.weights or options.adapter
     require_apart(options.out, [("the source itself", location)], "--out")
     require_new_folder(options.out)
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
-    with show_progress("importing torch and transformers"):
-        from . import adapter, build, evaluation
+    from . import adapter, build, evaluation
 
     if options.adapter is not None:
         if options.trained is not None:
@@ -113,7 +117,7 @@ def _run_command(options: argparse.Namespace) -> int:
         base = adapter.build_adapter_repository(
             options.adapter, options.out, name, options.fine_tune_of
         )
-        print(f"adapters of {base}; to publish them: hf upload {name} {options.out}")
+        write_line(f"adapters of {base}; to publish them: hf upload {name} {options.out}")
         return 0
     source = build.read_source(options.weights, options.fine_tune_of, options.trained)
     scores = evaluation.read_evaluation(options.evaluation, options.evaluated_on, source)
@@ -122,10 +126,14 @@ def _run_command(options: argparse.Namespace) -> int:
     manifest = build.build_model_repository(source, options.out, name)
     origin = manifest.weights_from
     weights = f"the Hub will copy the weights from {origin}" if origin else "weights in the folder"
-    summary = f"{len(manifest.names)} files, {len(manifest.weights)} of weights; {weights}"
-    print(f"version {manifest.version}: {summary}")
+    summary = (
+        f"{pluralize(len(manifest.names), 'file')}, {len(manifest.weights)} of weights; {weights}"
+    )
+    write_line(f"version {manifest.version}: {summary}")
     if build.WEIGHTS_LICENSE not in manifest.files:
-        print("the source has no license file; the card links to the original's: please read it")
+        write_line(
+            "the source has no license file; the card links to the original's: please read it"
+        )
     return 0
 
 

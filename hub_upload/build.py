@@ -96,12 +96,13 @@ def _list_weights(source: SourceFiles) -> dict[str, ListedFile]:
             f"{', '.join(missing)}"
         )
     weights, total = {}, format_bytes(sum(source.files[name].size for name in names))
-    for number, name in enumerate(names, start=1):
-        file = source.files[name]
-        with show_progress(f"hashing file {number} of {len(names)} of weights ({total} in all)"):
+    with show_progress(f"hashing {total} of weights", total=len(names), unit="file") as progress:
+        for name in names:
+            file = source.files[name]
             digest = sha256_of_file(file.path) if file.path else file.sha256
-        assert digest, f"{name} has no sha256: the Hub stores weights as LFS files"
-        weights[name] = ListedFile(size=file.size, sha256=digest)
+            assert digest, f"{name} has no sha256: the Hub stores weights as LFS files"
+            weights[name] = ListedFile(size=file.size, sha256=digest)
+            progress.update()
     return weights
 
 

@@ -72,8 +72,10 @@ def check_weight_files(target: BuiltFiles, read_weights: bool = False) -> str:
         tensors |= dict.fromkeys(index)
         note = f"compared with the index; {note}"
     else:
-        for name in names:
-            _require_listed(target, name, read_weights)
+        with show_progress("comparing weights", total=len(names), unit="file") as progress:
+            for name in names:
+                _require_listed(target, name, read_weights)
+                progress.update()
         headers = {name: _read_header(target, name) for name in names}
         if index is not None:
             require_agreement(index, headers)

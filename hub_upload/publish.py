@@ -20,7 +20,14 @@ from huggingface_hub import (
 )
 from huggingface_hub.hf_api import RepoSibling
 
-from glm4v_patched.terminal_text import format_bytes, listed, printable
+from glm4v_patched.terminal_text import (
+    format_bytes,
+    listed,
+    pluralize,
+    printable,
+    show_progress,
+    write_line,
+)
 
 from .checks import FAILED, GIT_FILES, require_that
 from .files import BuiltFiles, File, read_folder
@@ -34,7 +41,7 @@ UPLOAD_CURE = "build with --weights FOLDER, to upload the weights"
 
 def print_line(line: str) -> None:
     """Print a line at once, without control characters."""
-    print(printable(line), flush=True)
+    write_line(printable(line))
 
 
 def read_built_folder(folder: Path) -> BuiltFiles:
@@ -185,8 +192,12 @@ def upload(api: HfApi, build: BuiltFiles, repo: str, names: list[str]) -> list[C
     """
     files = {name: build.files[name] for name in names}
     paths = {n: f.path for n, f in files.items() if f.content is None and f.path}
-    times = {name: path.stat().st_mtime_ns for name, path in paths.items()}
-    additions = [CommitOperationAdd(n, paths.get(n) or f.content or b"") for n, f in files.items()]
+    times = {name: _times(path) for name, path in paths.items()}
+    additions = []
+    with show_progress("hashing", total=len(files), unit="file") as progress:
+        for name, file in files.items():
+            additions.append(CommitOperationAdd(name, paths.get(name) or file.content or b""))
+            progress.update()
     for addition in additions:
         name, digest = addition.path_in_repo, addition.upload_info.sha256.hex()
         if digest != files[name].sha256:
@@ -195,10 +206,17 @@ def upload(api: HfApi, build: BuiltFiles, repo: str, names: list[str]) -> list[C
                 "was sent, build again"
             )
     # Uploading reads the weights again, and not every server checks their sha256.
-    api.preupload_lfs_files(repo, additions)
-    if changed := [name for name, path in paths.items() if path.stat().st_mtime_ns != times[name]]:
+    with show_progress(f"uploading {pluralize(len(additions), 'file')}"):
+        api.preupload_lfs_files(repo, additions)
+    if changed := [name for name, path in paths.items() if _times(path) != times[name]]:
         raise ValueError(
             f"{listed(changed)} changed during the upload, so nothing was committed: build again, "
             "and make sure that nothing writes to the folder meanwhile"
         )
     return additions
+
+
+def _times(path: Path) -> tuple[int, int]:
+    """Return when a file's content and its inode were last changed, in nanoseconds."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ctime_ns

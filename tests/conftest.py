@@ -147,4 +147,5 @@ def no_precision_of_earlier_tests():
 @pytest.fixture(autouse=True)
 def no_progress_of_a_slow_machine(monkeypatch):
     """What a command prints in this process does not depend on how long it takes."""
-    monkeypatch.setattr("glm4v_patched.terminal_text.FIRST_LINE_SECONDS", 600)
+    for name in ("FIRST_LINE_SECONDS", "NEXT_LINE_SECONDS"):
+        monkeypatch.setattr(f"glm4v_patched.terminal_text.{name}", 600)

@@ -9,6 +9,7 @@ from ..engine.options import EngineSection
 from ..inference.questions import ModelOptions
 from ..option_fields import add_option, add_options
 from ..paths import require_apart, to_path
+from ..terminal_text import pluralize, write_line
 from . import answers, generation, training
 from .settings import GenerationSettings, ProcessSettings, TrainingSettings, image_size
 from .table import (
@@ -101,7 +102,7 @@ def _print_table(options: argparse.Namespace) -> None:
     if options.into:
         insert_table(markdown_table(rows), options.into)
     else:
-        print(markdown_table(rows), end="")
+        write_line(markdown_table(rows).rstrip("\n"))
 
 
 def _measure_and_print(options: argparse.Namespace, workload: str, measure: Any) -> None:
@@ -111,11 +112,10 @@ def _measure_and_print(options: argparse.Namespace, workload: str, measure: Any)
     for number, row in enumerate(measure(options), 1):
         cells = cells_of(row)
         if number == 1:
-            print("  ".join(cells))
-        print("  ".join(map(str.ljust, cells.values(), map(len, cells))).rstrip(), flush=True)
+            write_line("  ".join(cells))
+        write_line("  ".join(map(str.ljust, cells.values(), map(len, cells))).rstrip())
         if "error" in row:
-            print(row["error"])
+            write_line(row["error"])
         if options.out:
             append_measurements(options.out, [row])
-    rows = f"{number:,} row{'s' * (number != 1)}"
-    print(f"{rows} measured in {time.monotonic() - start:.0f} s")
+    write_line(f"{pluralize(number, 'row')} measured in {time.monotonic() - start:.0f} s")

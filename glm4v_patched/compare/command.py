@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..engine.environment import python_module_command
 from ..engine.options import Precision
 from ..paths import expand_path, to_path
-from ..terminal_text import format_bytes
+from ..terminal_text import format_bytes, show_progress, write_line
 from .environment import describe_code, find_python_versions, isolated_environment
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     from .verdicts import DIFFERENT, OURS_WRONG, format_comparisons
 
     if options.json:
-        print(json.dumps([asdict(item) for item in comparisons], indent=2))
+        write_line(json.dumps([asdict(item) for item in comparisons], indent=2))
     else:
-        print(format_comparisons(comparisons))
+        write_line(format_comparisons(comparisons))
     return int(any(item.verdict in (DIFFERENT, OURS_WRONG) for item in comparisons))
 
 
@@ -110,10 +110,10 @@ def _compute(
     (work / "job.json").write_text(json.dumps(job))
     log = work / "log.txt"
     command = [*command, str(work / "job.json")]
-    with log.open("w") as output:
+    model = "our model" if job["ours"] else "the original"
+    with log.open("w") as output, show_progress(f"computing with {model}"):
         done = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False)
     if done.returncode or not results.is_file():
-        model = "our model" if job["ours"] else "the original"
         end = log.read_text(errors="replace")[-2000:]
         raise RuntimeError(
             f"the process of {model} failed with exit status {done.returncode}; its last output "

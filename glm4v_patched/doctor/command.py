@@ -1,13 +1,12 @@
 """``glm4v-patched doctor``: check this machine, its packages and a recipe."""
 
 import argparse
-import sys
 import time
 from itertools import islice
 
 from ..finetune.arguments import DEVICES
 from ..paths import to_path
-from ..terminal_text import printable
+from ..terminal_text import printable, show_progress, write_line
 from .findings import FAILS, findings_to_json, format_findings
 from .machine import check_machine
 from .packages import check_packages
@@ -33,15 +32,14 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     findings = [*check_packages(), *check_machine(options.device == "cpu")]
     if options.recipe is not None:
-        message = f"checking {options.recipe}: all rows are read and all images decoded"
-        print(printable(message), file=sys.stderr, flush=True)
         from .recipe import check_recipe
 
         overrides = [*options.overrides, *options.rest]
-        findings += check_recipe(options.recipe, overrides, options.processes, options.device)
+        with show_progress(f"checking {printable(str(options.recipe))}"):
+            findings += check_recipe(options.recipe, overrides, options.processes, options.device)
     seconds = time.perf_counter() - start
     report = (findings_to_json if options.json else format_findings)(findings, seconds)
-    print(printable(report, allow="\n"))
+    write_line(printable(report, allow="\n"))
     return int(any(finding.verdict == FAILS for finding in findings))
 
 
@@ -76,5 +74,5 @@ def _print_rows(options: argparse.Namespace) -> int:
                 text += f"\n{show_sample(processor, row.messages)}"
             except (ValueError, OSError) as error:
                 text, unusable = f"{text}\n  {error}", unusable + 1
-            print(printable(text, allow="\n\t"), flush=True)
+            write_line(printable(text, allow="\n\t"))
     return int(unusable > 0)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -135,6 +135,7 @@ def answer_settings(
         images: sha256 of each image file, by path.
     """
     generation = asdict(options.generation) | {"weights": options.weights}
+    generation |= {} if options.dtype == "auto" else {"dtype": options.dtype}
     data = digest_questions(questions, images)
     return {"model": identify(base), "data": data, "options": generation}
 
@@ -143,7 +144,7 @@ def generate_answers(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
     """Yield each question with its answer, in order, from this process or several workers."""
-    from .answer_worker import Answer, answer_batches, split_into_batches
+    from .answer_worker import Answer, answer_batches, decide_dtype, split_into_batches
 
     placement = options.placement()
     batches = list(split_into_batches(questions, options.batch_size))
@@ -151,6 +152,7 @@ def generate_answers(
     if processes == 1:
         replies: Generator[list[Any], None, None] = answer_batches(options, base, batches)
     else:
+        options = replace(options, dtype=decide_dtype(options, base, processes))
         environments = worker_environments(processes, placement.on_cpu)
         replies = _answer_in_processes(options, base, batches, environments)
     with closing(replies):

@@ -20,8 +20,8 @@ from ..cpu import cores
 from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
 from ..models.base import ModelSource
-from ..models.check_weights import quantized_by
 from ..models.loading import LoadedModel, load_processor
+from ..terminal_text import write_line
 from .decoding.static_cache import StaticCaches, choose_cache
 from .nonfinite import NonFiniteLogits, RequireFiniteLogits, describe_cause
 from .questions import AnswerOptions, Generation, ModelOptions, Question
@@ -194,11 +194,20 @@ def load_answerer(
     Args:
         base: The model's files, from ``options.find()``.
     """
-    loaded = loading.load_with_processor(base, options.device, options.weights, verbose)
-    if options.weights is None and quantized_by(base.model, base.revision) is None:
-        loading.use_fast_dtype(loaded.model)
+    dtype = decide_dtype(options, base) if verbose else options.dtype
+    loaded = loading.load_with_processor(base, options.device, options.weights, verbose, dtype)
     cache = choose_cache(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
+
+
+def decide_dtype(options: ModelOptions, base: ModelSource, processes: int = 1) -> str:
+    """Return the dtype to compute in; print it and the reason if we have chosen it for a CPU."""
+    if options.device != "cpu":
+        return options.dtype
+    dtype, reason = loading.choose_dtype(base, options.dtype, processes)
+    if reason:
+        write_line(f"computes in {dtype}: {reason} (--dtype)", file=sys.stderr)
+    return dtype
 
 
 def encode(processor, prompts: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ..atomic import explain_failed_writes, open_atomically, require_file, take_lock
 from ..data.messages import images_of, text_of
 from ..data.rows import DataSource
-from ..terminal_text import shorten
+from ..terminal_text import shorten, write_line
 from .questions import Question
 from .scoring import exact_match
 
@@ -145,7 +145,7 @@ class AnswersFile:
         line_start = 0
         for number, text in enumerate(self.file, start=1):
             if not text.endswith(b"\n"):
-                print(f"{self.path}:{number} is cut off; this row is answered again")
+                write_line(f"{self.path}:{number} is cut off; this row is answered again")
                 self.file.truncate(line_start)
                 break
             line_start += len(text)

@@ -3,12 +3,13 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import check_image_file
 from ..option_fields import from_namespace
 from ..paths import expand_path
-from ..terminal_text import printable
+from ..terminal_text import no_progress, printable, show_progress
 from .questions import Generation, ModelOptions
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def chat(options: Namespace) -> None:
     from .answer_worker import load_answerer
 
     answerer = load_answerer(model_options, base, generation)
-    Chat(answerer, load_model_config(base).seq_length, options.system, options.image).run(sys.stdin)
+    conversation = Chat(answerer, load_model_config(base).seq_length, options.system, options.image)
+    with no_progress():  # the next question is awaited
+        conversation.run(sys.stdin)
 
 
 def check_image(path: str) -> None:
@@ -125,8 +128,15 @@ class Chat:
                 f"many to add {max_new_tokens:,} new tokens: begin a new conversation (/reset), or "
                 "restart with a lower --max-new-tokens"
             )
-        streamer = AnswerStreamer(processor.tokenizer, self._write)
-        [answer] = self.answerer.answer([prompt], self.turn, streamer)
+        with ExitStack() as before_text:
+            before_text.enter_context(show_progress("reading the question and its images"))
+
+            def write(text: str) -> None:
+                before_text.close()
+                self._write(text)
+
+            streamer = AnswerStreamer(processor.tokenizer, write)
+            [answer] = self.answerer.answer([prompt], self.turn, streamer)
         self.turn += 1
         is_cut = answer.finish_reason == "length"
         note = f" (cut at --max-new-tokens {max_new_tokens})" if is_cut else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..option_fields import add_options, from_namespace
 from ..paths import expand_path, to_path
+from ..terminal_text import pluralize, write_line
 from .questions import AnswerOptions, Generation, ModelOptions
 from .serving.limits import ServerLimits
 
@@ -78,7 +79,7 @@ def add_commands(commands) -> None:
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     serve.set_defaults(run=_run_serve)
-    _add_model(serve, ["revision", "device", "weights"])
+    _add_model(serve, ["revision", "device", "dtype", "weights"])
     _add_server(serve)
     _add_generation(serve, STREAMING_OPTIONS)
 
@@ -200,7 +201,7 @@ def _run_answer(options: argparse.Namespace) -> None:
     lines = answer_file(_answer_options(options, options.data), options.out, options.overwrite)
     num_cut = sum(line.finish_reason == "length" for line in lines)
     note = f" ({num_cut:,} cut at --max-new-tokens {options.max_new_tokens})" if num_cut else ""
-    print(f"{len(lines):,} answers{note}: {options.out}")
+    write_line(f"{pluralize(len(lines), 'answer')}{note}: {options.out}")
 
 
 def _run_evaluate(options: argparse.Namespace) -> None:
@@ -208,14 +209,14 @@ def _run_evaluate(options: argparse.Namespace) -> None:
 
     answer_options = _answer_options(options, options.data)
     report = evaluate(answer_options, options.out, options.metric, options.overwrite)
-    print(describe_scores(report, options.out))
+    write_line(describe_scores(report, options.out))
 
 
 def _run_merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
     merge(options.adapters, options.out, options.revision)
-    print(f"model {options.out}")
+    write_line(f"model {options.out}")
 
 
 def _run_export(options: argparse.Namespace) -> None:
@@ -226,7 +227,7 @@ def _run_export(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name} is not used with --format gguf; leave it out")
         gguf_type = options.gguf_type or "f16"
-        print(export_gguf(options.model, options.out, gguf_type, options.revision))
+        write_line(export_gguf(options.model, options.out, gguf_type, options.revision))
         return
     from .export import export
 
@@ -244,7 +245,7 @@ def _run_export(options: argparse.Namespace) -> None:
         revision=options.revision,
         device=options.device,
     )
-    print(f"{report}\nmodel {options.out}")
+    write_line(f"{report}\nmodel {options.out}")
 
 
 def _run_chat(options: argparse.Namespace) -> None:

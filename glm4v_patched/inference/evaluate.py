@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import __version__
 from ..atomic import explain_failed_writes, require_file, write_atomically
+from ..terminal_text import pluralize
 from .answer import answer_questions, answer_settings
 from .answers_file import AnswerLine
 from .contact_sheet import draw_sheet
@@ -116,11 +117,12 @@ def describe_scores(report: dict[str, Any], out: Path | None = None) -> str:
         cell = "no rows" if swapped is None else f"{swapped:.4f}"
         lines.append(f"{name:{width}}  {report[name]:>14.4f}  {cell:>16}")
     lines.append(
-        f"{report['rows']:,} rows; {report['rows_swapped']:,} of them asked again with swapped "
-        "images"
+        f"{pluralize(report['rows'], 'row')}; {report['rows_swapped']:,} of them asked again with "
+        "swapped images"
     )
     if report["rows_cut"]:
-        lines[-1] += f"; {report['rows_cut']:,} answers were cut at --max-new-tokens"
+        cut = pluralize(report["rows_cut"], "answer was", "answers were")
+        lines[-1] += f"; {cut} cut at --max-new-tokens"
     if out is not None:
         lines.append(f"answers {out / ANSWERS_FILE}")
         lines.append(f"sheet   {out / SHEET_FILE}")

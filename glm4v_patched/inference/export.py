@@ -23,7 +23,7 @@ from ..models.base import ModelSource
 from ..models.check_weights import quantized_by
 from ..models.find import find_source
 from ..paths import require_apart
-from ..terminal_text import format_bytes, pip_install
+from ..terminal_text import format_bytes, pip_install, pluralize, write_line
 from .evaluate import describe_scores, evaluate
 from .merge import (
     copy_license_and_generation,
@@ -144,11 +144,11 @@ def export(
     disk_bytes, memory_bytes = estimate_needs(
         base, unquantized_bytes, export_format, processor, conversations
     )
-    print(
-        f"calibrating with {len(conversations):,} rows; weights {format_bytes(unquantized_bytes)}, "
-        f"quantized about {format_bytes(disk_bytes)}; "
-        f"needs about {format_bytes(memory_bytes)} of memory",
-        flush=True,
+    write_line(
+        f"calibrating with {pluralize(len(conversations), 'row')}, in the dtype that the model was "
+        f"saved in, on the {device}; weights "
+        f"{format_bytes(unquantized_bytes)}, quantized about {format_bytes(disk_bytes)}; "
+        f"needs about {format_bytes(memory_bytes)} of memory"
     )
     require_free_disk(disk_bytes + unquantized_bytes * (base.adapters is not None), out)
     free_bytes = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]

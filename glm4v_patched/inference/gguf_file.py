@@ -100,8 +100,7 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     require_free_disk(num_bytes + METADATA_BYTES, out)
     with create_folder_atomically(out) as partial:
         for name, (writer, table, _) in files.items():
-            with show_progress(f"writing {name}"):
-                _write(writer, table, folder, partial / name)
+            _write(writer, table, folder, partial / name)
         for path in files_to_copy(folder):
             if path.name != GENERATION_CONFIG:
                 shutil.copyfile(path, partial / path.name)
@@ -358,6 +357,9 @@ def _write(writer: Any, table: "TensorTable", folder: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     with ExitStack() as stack:
+        progress = stack.enter_context(
+            show_progress(f"writing {path.name}", total=len(table), unit="tensor")
+        )
         shards = [
             stack.enter_context(safe_open(folder / shard, framework="pt"))
             for shard in shards_of(folder)
@@ -374,4 +376,5 @@ def _write(writer: Any, table: "TensorTable", folder: Path, path: Path) -> None:
                     f"expected finite numbers of at most {limit:.5g}"
                 )
             writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), kind))
+            progress.update()
     writer.close()

@@ -122,7 +122,8 @@ def quantize_with_gptq(
                 recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
                 pipeline=PIPELINE_NAME,
             )
-        model.save_pretrained(out, max_shard_size=MAX_SHARD_SIZE)
+        with show_progress("saving the quantized model"):
+            model.save_pretrained(out, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(out)
 
 

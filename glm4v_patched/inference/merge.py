@@ -109,9 +109,10 @@ def fetch_weights(base: ModelSource) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.safetensors", WEIGHTS_INDEX, *COPIED_FILES, "config.json"]
-        folder = Path(
-            snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
-        )
+        with show_progress(f"downloading {base.model}"):
+            folder = Path(
+                snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
+            )
     for path in [*files_to_copy(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
         require_inside(path, folder)
     return folder
@@ -177,7 +178,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     layers = adapted_layers(base, model)
     missing = {*layers}
     shards = shards_of(folder)
-    with show_progress("merging", total=len(shards), unit="file") as progress:
+    with show_progress("merging in fp32", total=len(shards), unit="file") as progress:
         for name in shards:
             with safe_open(folder / name, framework="pt") as file:
                 keys = file.keys()

@@ -24,6 +24,8 @@ from ..terminal_text import show_progress
 # Below this temperature, fp32 logits overflow to infinity and no token can be sampled.
 MIN_TEMPERATURE = 1e-3
 MIN_PENALTY, MAX_PENALTY = 1e-2, 1e2
+# Values of --dtype, with vLLM's names.
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Values of --cache. static: a KV cache of fixed size, with CUDA graphs on a GPU. auto: static on a
 # GPU if the weights' format allows CUDA graphs, otherwise dynamic.
 CACHES = ("auto", "static", "dynamic")
@@ -112,6 +114,12 @@ class ModelOptions:
     device: str = option(
         "cuda", "cpu: use no GPU (slow; for trials with small models)", choices=("cuda", "cpu")
     )
+    dtype: str = option(
+        "auto",
+        "dtype to compute in; auto: the saved one, but float32 on a CPU without instructions for "
+        "bf16",
+        choices=DTYPES,
+    )
     weights: str | None = option(
         None,
         "quantize the layers' weights: fp8 is also faster; 4bit and 8bit use bitsandbytes",
@@ -122,6 +130,10 @@ class ModelOptions:
     def placement(self) -> Placement:
         """Return the processes and their devices; raise ``ValueError`` if a GPU is missing."""
         check_weights_option(self.weights, self.device, self.cache)
+        if self.weights is not None and self.dtype != "auto":
+            raise ValueError(
+                f"--dtype {self.dtype} does not go with --weights {self.weights}: remove one"
+            )
         return place_processes(self.processes, self.device)  # type: ignore[arg-type]
 
     def find(self) -> ModelSource:

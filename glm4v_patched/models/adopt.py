@@ -362,10 +362,11 @@ def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
             copies.append(name)
     sizes = {name: originals[name].stat().st_size for name in copies}
     require_free_disk(sum(sizes.values()), into.parent)
-    for number, name in enumerate(copies, start=1):
-        activity = f"copying {number} of {len(copies)} files of weights"
-        with show_progress(f"{activity} ({format_bytes(sizes[name])})"):
+    activity = f"copying {format_bytes(sum(sizes.values()))} of weights"
+    with show_progress(activity, total=len(copies), unit="file") as progress:
+        for name in copies:
             shutil.copyfile(originals[name], into / name)
+            progress.update()
     return copies
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from ..engine.options import QUANTIZER_PACKAGES, require_packages
-from ..terminal_text import printable, show_progress
+from ..terminal_text import printable, show_progress, write_line
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -107,7 +107,7 @@ def print_assumptions(model: str) -> None:
         "package: the tokens of an image are taken to share one position, as in glm-4v-9b. "
         "`glm4v-patched compare FOLDER` tests this on your download"
     )
-    print(printable(line), file=sys.stderr, flush=True)
+    write_line(printable(line), file=sys.stderr)
 
 
 def require_known_quantizer(model: str, method: str | None) -> None:

@@ -1,6 +1,7 @@
 """Load a model or adapters for inference. Code in their folder is never run."""
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,17 +9,20 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
+from transformers.utils.logging import disable_progress_bar
 
-from ..cpu import has_bf16
 from ..engine.fp8 import require_fp8_matmul
 from ..engine.implementations import ModelUsage, use_implementations
+from ..engine.memory_plan import count_parameters
+from ..engine.options import choose_precision
 from ..engine.ram import free_ram
 from ..engine.trainable import load_trainable_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..terminal_text import show_progress
+from ..terminal_text import format_bytes, show_progress
 from .base import ModelSource
+from .check_weights import quantized_by
 from .limits import LimitedTemplate, require_settings, require_short_tokens
 
 
@@ -30,9 +34,13 @@ class LoadedModel(NamedTuple):
 
 
 def load_with_processor(
-    base: ModelSource, device: str = "cuda", weights: str | None = None, verbose: bool = True
+    base: ModelSource,
+    device: str = "cuda",
+    weights: str | None = None,
+    verbose: bool = True,
+    dtype: str = "auto",
 ) -> LoadedModel:
-    """Load a model and its processor, in the dtype that the model was saved in.
+    """Load a model and its processor.
 
     Args:
         base: From :func:`find.find_source`.
@@ -42,13 +50,16 @@ def load_with_processor(
             embeddings and output layer are never quantized. For fp8 the model is loaded to CPU
             memory first, and the GPU never stores it in full.
         verbose: Print a line while loading.
+        dtype: Name of a dtype of torch; "auto" is the one that the model was saved in.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
             "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
             "To use the CPU: --device cpu"
         )
-    options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
+    if os.path.isdir(base.model):  # a download has a bar that shows more than our line
+        disable_progress_bar()
+    options: dict[str, Any] = {"revision": base.revision or "main", "dtype": dtype}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
     with show_progress("loading the model", verbose):
         model = build_on_device(build, device, weights, base.adapters)
@@ -89,16 +100,39 @@ def build_on_device(
     return model
 
 
-def use_fast_dtype(model: Any) -> None:
-    """Convert 16-bit weights to fp32 on a CPU without instructions for bf16, if memory suffices.
+def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
+    """Return the dtype that answers are computed in on a CPU, and why if ``dtype`` is "auto".
 
-    Prompts take several times as long in bf16 there, and generated tokens as long as in fp32.
+    On a CPU without instructions for bf16, prompts take several times as long in 16 bits as in
+    fp32, and generated tokens as long. A model that was saved quantized, in fp32 or without its
+    dtype in the config remains as it was saved.
+
+    Args:
+        dtype: Name of a dtype of torch, or "auto".
+        processes: How many processes load the model.
+
+    Raises:
+        ValueError: The memory is too small for float32, or a quantized model would be converted.
     """
-    if model.device.type != "cpu" or has_bf16():
-        return
-    weights = [w for w in model.parameters() if w.dtype in (torch.bfloat16, torch.float16)]
-    if sum(w.nbytes for w in weights) < free_ram():  # as many bytes again as they have now
-        model.float()
+    config = load_model_config(base)
+    saved = str(config.dtype or "torch.auto").removeprefix("torch.")
+    precision, reason = choose_precision(on_cpu=True)
+    is_quantized = quantized_by(base.model, base.revision) is not None
+    if dtype == "auto" and (is_quantized or saved in ("auto", "float32")):
+        return "auto", ""
+    if is_quantized:
+        raise ValueError(f"--dtype {dtype}: {base.model} was saved quantized; remove --dtype")
+    if dtype in ("bfloat16", "float16"):
+        return dtype, ""
+    if dtype == "auto" and precision == "bf16":
+        return saved, reason
+    needed, free = processes * 4 * sum(count_parameters(config)), free_ram()
+    sizes = f"fp32 needs {format_bytes(needed)} of memory, and {format_bytes(free)} are free"
+    if needed < free:
+        return "float32", reason if dtype == "auto" else ""
+    if dtype == "auto":
+        return saved, f"{reason}, but {sizes}"
+    raise ValueError(f"--dtype float32: {sizes}; expected --dtype {saved}, or a larger machine")
 
 
 def _is_not_cast_warning(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...terminal_text import no_progress
 from .guard import Application, Message, Receive, Send
 
 MAX_CONNECTIONS = 256
@@ -192,4 +193,5 @@ def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], 
     server = Server(uvicorn.Config(track_requests(app), **options))
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    server.run(sockets=[listener])
+    with no_progress():  # requests are awaited
+        server.run(sockets=[listener])

@@ -16,7 +16,7 @@ from ...engine.options import require_packages
 from ...models.base import ModelSource
 from ...models.find import find_source
 from ...option_fields import from_namespace
-from ...terminal_text import pip_install
+from ...terminal_text import pip_install, write_line
 from ..questions import Generation, ModelOptions
 from .guard import parse_address
 from .limits import MAX_MEGAPIXELS, ServerLimits
@@ -46,7 +46,8 @@ def serve(options: Namespace) -> None:
     if program:
         address = options.host, options.port
         command = vllm_command(program, base, name, adapters, address, generation)
-        print(f"vLLM serves {name}: {shlex.join(command)}", flush=True)
+        command += ["--dtype", options.dtype]
+        write_line(f"vLLM serves {name}: {shlex.join(command)}")
         listener.close()
         os.execve(program, command, vllm_environment(limits))
 
@@ -56,7 +57,7 @@ def serve(options: Namespace) -> None:
     from .connections import run_server
 
     if limits.api_key is None and not is_local(options.host):
-        print(f"anyone who can reach {options.host} may use this server: --api-key is not set")
+        write_line(f"anyone who can reach {options.host} may use this server: --api-key is not set")
     if adapters:  # a CUDA graph always uses the adapters that were active at its capture
         model_options = replace(model_options, cache="dynamic")
     answerer = load_answerer(model_options, base, generation)
