@@ -25,7 +25,8 @@ PIXELS_PER_PYTHON_BYTE = 16
 PIXELS_PER_PPM_COMMENT = 2000
 """Cost of one comment in a plain-text PPM; Pillow cuts each comment out of a block of 1 MB."""
 # Inside of a scan, 0xff is followed by 0 or by the number of a restart marker.
-JPEG_MARKER_RE = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
+# No "\xff+": with a literal first byte, re searches 20 times faster.
+JPEG_MARKER_RE = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 SHRINK_CURE = "make it smaller (the model sees 1120 x 1120 pixels)"
 
 

@@ -130,7 +130,7 @@ def _add_fields(parser: argparse.ArgumentParser):
         metavar="FOLDER",
         help="folder that image paths are relative to",
     )
-    add("--image-root", metavar="PATH", help="beginning of image paths that it replaces")
+    add("--image-root", metavar="PREFIX", help="beginning of image paths that it replaces")
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
     add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
