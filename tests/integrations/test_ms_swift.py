@@ -1,6 +1,8 @@
 """The plug-in for ms-swift: encoded samples, and its registration in child processes."""
 
 import importlib.util
+import json
+import shutil
 import sys
 
 import pytest
@@ -123,17 +125,26 @@ def test_a_prompt_ends_with_the_role_and_an_answer_loses_its_line_feed(template,
         template.set_mode("train")
 
 
-def test_children_of_the_run_entry_register_it(folder):
+@pytest.mark.parametrize("original_rope", [True, False], ids=["glm-4v", "cogagent"])
+def test_children_of_the_run_entry_register_it(original_rope, folder):
     """swift starts itself again as a child process."""
+    model = folder / f"published_{original_rope}"
+    shutil.copytree(folder / "published", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"original_rope": original_rope}))
     (folder / "found.py").write_text(
+        "from swift import get_model_processor\n"
         "from swift.model import get_model_info_meta\n"
-        "_, meta = get_model_info_meta('published')\n"
+        f"_, meta = get_model_info_meta('{model.name}')\n"
         "print(meta.model_type, meta.loader.__module__, meta.template)\n"
+        f"model, _ = get_model_processor('{model.name}')\n"
+        "print(type(model).__module__, model.config.original_rope)\n"
     )
     (folder / "starts.py").write_text(
         "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'found.py']))"
     )
     command = [sys.executable, "-m", "glm4v_patched.run", "starts.py"]
     ended = run_with_limit(command, 120, folder=folder)
-    expected = "chatglm4v glm4v_patched.integrations.ms_swift chatglm4v"
-    assert ended.status == 0 and expected in ended.output, ended.output[-3000:]
+    assert ended.status == 0, ended.output[-3000:]
+    assert "chatglm4v glm4v_patched.integrations.ms_swift chatglm4v" in ended.output
+    assert f"glm4v_patched.remote.modeling_chatglm {original_rope}" in ended.output
