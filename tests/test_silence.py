@@ -111,8 +111,49 @@ def test_nothing_slow_is_imported_before_the_first_word(module):
 
 # Real processes: functions that sleep before they do their work, and the lines expected meanwhile.
 SLOW_STEPS = {
+    "train recipe.yaml --device cpu --dry-run": {
+        "glm4v_patched.finetune.launch:require_model": "checking the model",
+        "glm4v_patched.finetune.plan:check_data": "reading rows",
+    },
+    "train recipe.yaml --device cpu --processes 1": {
+        "glm4v_patched.finetune.worker:build_trainer": "training",
+        "glm4v_patched.finetune.worker:write_atomically": "training",
+    },
+    "doctor recipe.yaml --device cpu": {
+        "glm4v_patched.doctor.recipe:resolve_recipe": "checking recipe.yaml",
+    },
+    "answer model --data rows.jsonl --out answers.jsonl --device cpu --max-new-tokens 4": {
+        "glm4v_patched.models.loading:build_on_device": "loading the model",
+        "glm4v_patched.inference.answer_worker:count_positions": "glm4v-patched answer",
+    },
+    "evaluate model --data recipe/train.jsonl --out scores --device cpu --max-new-tokens 4": {
+        "glm4v_patched.inference.evaluate:draw_sheet": "glm4v-patched evaluate",
+    },
     "merge adapters --out merged": {
         "glm4v_patched.inference.merge:merged_weight": "merging in fp32: 0 of 1 file",
+    },
+    "adopt model --out adopted": {
+        "glm4v_patched.models.adopt:link_or_copy": "glm4v-patched adopt",
+    },
+    "chat model --device cpu --max-new-tokens 4": {
+        "glm4v_patched.inference.answer_worker:encode": "reading the question",
+    },
+    "serve model --engine transformers --device cpu --port 0 --max-new-tokens 4": {
+        "glm4v_patched.inference.serving.app:make_app": "glm4v-patched serve",
+    },
+    "compare original --run-code --python PYTHON": {
+        "glm4v_patched.compare.command:find_python_versions": "glm4v-patched compare",
+    },
+    "hub_upload build --weights original --out built": {
+        "hub_upload.build:sha256_of_file": "hashing",
+        "hub_upload.build:link_or_copy": "hub_upload build",
+    },
+    "hub_upload verify built --weights": {
+        "hub_upload.checks:sha256_of_file": "comparing weights: ",
+    },
+    "hub_upload publish built --repo org/name": {
+        "hub_upload.publish:list_repository": None,  # no Hub can be reached
+        "hub_upload.verify:check_files": "hub_upload publish",
     },
 }
 
