@@ -22,6 +22,7 @@ from ..engine.ram import free_ram
 from ..models.base import ModelSource
 from ..models.check_weights import quantized_by
 from ..models.find import find_source
+from ..models.placement import Device, place_processes
 from ..paths import require_apart
 from ..terminal_text import format_bytes, pip_install, pluralize, write_line
 from .evaluate import describe_scores, evaluate
@@ -102,7 +103,7 @@ def export(
     rows: int = 256,
     evaluation: AnswerOptions | None = None,
     revision: str | None = None,
-    device: str = "cuda",
+    device: Device = "cuda",
 ) -> ExportReport:
     """Quantize a model, or LoRA adapters merged into their model, and write it to a new folder.
 
@@ -123,6 +124,7 @@ def export(
 
     require_new_folder(out)
     require_compressor()
+    place_processes(1, device)
     base = find_exportable(model, out, revision)
     require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
     if evaluation is not None:

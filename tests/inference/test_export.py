@@ -13,6 +13,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
+from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.inference import export as module
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.export import EXPORT_FORMATS, require_compressor
@@ -54,6 +55,13 @@ def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8"
         str(out),
     ]
     return main([*command, "--device", "cpu", *options])
+
+
+def test_a_machine_without_gpu_is_told_how_to_use_the_cpu(tmp_path, learned, monkeypatch, capsys):
+    monkeypatch.setattr(module, "require_compressor", lambda: None)
+    monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "a reason"))
+    assert export(tmp_path, tmp_path / "out", learned, "--device", "cuda") == 1
+    assert "there is no GPU: a reason; to use the CPU: --device cpu" in capsys.readouterr().err
 
 
 def logits(folder: Path, rows: Path, swapped: bool = False) -> torch.Tensor:
