@@ -47,7 +47,8 @@ for title in ("a model of text", "a model of images and text"):
         path.write_text(json.dumps(config))
         Path(folder, "modeling.py").write_text(CODE)
         try:
-            manager = ModelManager(device="cpu", trust_remote_code=True)
+            # Without a timeout, whose thread would keep this process alive for five minutes.
+            manager = ModelManager(device="cpu", trust_remote_code=True, model_timeout=-1)
             model, processor = manager.load_model_and_processor(folder)
             modality = manager.get_model_modality(model, processor=processor)
             new = model.generate(torch.tensor([[0]]), max_new_tokens=2).shape[1] - 1
