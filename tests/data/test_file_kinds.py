@@ -153,7 +153,7 @@ def xlsx() -> bytes:
         inner = f'<Relationship Id="r1" Type="{office}/relationships/{name}" Target="{target}"/>'
         return f'<Relationships xmlns="{package}/relationships">{inner}</Relationships>'
 
-    parts = {
+    xml_by_path = {
         "[Content_Types].xml": f'<Types xmlns="{package}/content-types">'
         '<Default Extension="rels" ContentType="application/vnd.openxmlformats-package.'
         f'relationships+xml"/><Override PartName="/xl/workbook.xml" ContentType="{kind}.sheet.main'
@@ -164,7 +164,7 @@ def xlsx() -> bytes:
         "xl/_rels/workbook.xml.rels": relationship("worksheet", "s.xml"),
         "xl/s.xml": f'<worksheet xmlns="{main}"><sheetData>{rows}</sheetData></worksheet>',
     }
-    return archive({name: start + text for name, text in parts.items()})
+    return archive({path: start + xml for path, xml in xml_by_path.items()})
 
 
 def archive(files: dict[str, str]) -> bytes:
