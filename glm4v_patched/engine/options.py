@@ -182,16 +182,6 @@ class EngineSection:
         le=2**31 - 1,
         strict=True,
     )
-    zero_quantized_weights: bool = option(
-        False,
-        "DeepSpeed's ZeRO++ (qwZ): gather weights in 8 bits; needs CUDA's compiler.",
-        strict=True,
-    )
-    zero_quantized_gradients: bool = option(
-        False,
-        "DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler.",
-        strict=True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

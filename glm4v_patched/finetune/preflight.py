@@ -18,7 +18,7 @@ from ..data.source import (
     named_paths,
     pattern_reaches,
 )
-from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
+from ..engine.deepspeed.config import require_deepspeed, require_divisible_processes
 from ..engine.folders import find_folder_problem
 from ..engine.gpus import find_fp8_problem, find_gpus
 from ..engine.options import require_packages
@@ -145,7 +145,7 @@ def _combined_problems(
     if placement is not None:
         with collect_problems(problems, "engine"):
             processes = world_size or placement.processes
-            require_zero_plus_plus(recipe.engine_options(), processes, placement.on_cpu)
+            require_divisible_processes(recipe.engine_options(), processes)
     return problems
 
 

@@ -27,10 +27,9 @@ lora.targets=[] trained=lora_lm
 lora.use_dora=true trained=lora_lm
 engine.offload=true engine.zero_stage=0
 engine.offload=true engine.optimizer=adamw_8bit
-engine.zero_hpz_partition_size=2 engine.zero_quantized_weights=true engine.zero_stage=2
-engine.zero_quantized_gradients=true engine.zero_stage=1
+engine.zero_hpz_partition_size=2 engine.zero_stage=2
 engine.fp8=true trained=qlora engine.zero_stage=0
-engine.fp8=true engine.precision=fp32 engine.zero_quantized_weights=true
+engine.fp8=true engine.precision=fp32
 engine.fp8=true trained=lora_lm lora.use_dora=true engine.zero_stage=0
 model='""' out=2024 revision='""' data.train=[5] data.eval=1.5 data.format=llama data.ignore=id
 'model="a\nb"' 'data.train=[a, {file: b}]' data.eval=200 data.image_folder=none data.pack_to=0

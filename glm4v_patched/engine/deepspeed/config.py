@@ -1,8 +1,6 @@
 """DeepSpeed's configuration, and what DeepSpeed requires of the machine."""
 
 import importlib.util
-import os
-import shutil
 from importlib.metadata import version
 from typing import Any
 
@@ -46,7 +44,8 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
             "stage3_prefetch_bucket_size": 2e8,  # one layer of the language model
             "reduce_bucket_size": 2e8,
         }
-    zero |= zero_plus_plus(options)
+    if options.zero_hpz_partition_size > 1:
+        zero["zero_hpz_partition_size"] = options.zero_hpz_partition_size
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
@@ -64,35 +63,13 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     return config
 
 
-def zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
-    """Return the ZeRO++ settings that differ from the defaults, by DeepSpeed's names."""
-    names = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    settings = {name: getattr(options, name) for name in names}
-    return {n: value for n, value in settings.items() if value != getattr(EngineOptions, n)}
-
-
-def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool) -> None:
-    """Raise ``ValueError`` if these processes cannot use the selected ZeRO++ settings."""
+def require_divisible_processes(options: EngineOptions, processes: int) -> None:
+    """Raise ``ValueError`` if a second copy of the weights (hpZ) cannot be sharded evenly."""
     size = options.zero_hpz_partition_size
     if processes % size:
         raise ValueError(
             f"engine.zero_hpz_partition_size is {size}, and there are {processes} processes; "
             "expected a number that divides them: the GPUs of one machine"
-        )
-    if not (options.zero_quantized_weights or options.zero_quantized_gradients):
-        return
-    if on_cpu:
-        raise ValueError(
-            "engine.zero_quantized_weights and engine.zero_quantized_gradients need GPUs; "
-            "expected false on a CPU"
-        )
-    # The folders in which torch looks for CUDA's compiler.
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    if not (shutil.which("nvcc") or os.path.isfile(os.path.join(home, "bin", "nvcc"))):
-        raise ValueError(
-            "engine.zero_quantized_weights and engine.zero_quantized_gradients need kernels that "
-            "DeepSpeed compiles, and nvcc was not found; install CUDA's toolkit and set CUDA_HOME, "
-            "or expected false"
         )
 
 

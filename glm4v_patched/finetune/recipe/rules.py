@@ -63,14 +63,12 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
             "adamw, or engine.offload to be false",
         )
-    defaults = {"hpz_partition_size": 1, "quantized_weights": False, "quantized_gradients": False}
-    for name, value in defaults.items():
-        if get(f"engine.zero_{name}", value) != value and stage in (0, 1, 2):
-            yield RecipeProblem(
-                f"engine.zero_{name}",
-                f"engine.zero_{name} with engine.zero_stage {stage}: only stage 3 shards weights; "
-                "expected engine.zero_stage 3, or no such field",
-            )
+    if get("engine.zero_hpz_partition_size", 1) != 1 and stage in (0, 1, 2):
+        yield RecipeProblem(
+            "engine.zero_hpz_partition_size",
+            f"engine.zero_hpz_partition_size with engine.zero_stage {stage}: only stage 3 shards "
+            "weights; expected engine.zero_stage 3, or no such field",
+        )
     if is_qlora and stage in (1, 2, 3):
         yield RecipeProblem(
             "trained",
@@ -83,22 +81,17 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "lora.use_dora with engine.zero_stage 3: DoRA computes norms of full weights, and "
             "ZeRO-3 shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
         )
-    another, one_false = "another, or engine.fp8 to be false", "one of them to be false"
+    another = "another, or engine.fp8 to be false"
     fp8_conflicts = [
         (is_qlora, f"trained qlora, with weights in 4 bits; expected {another}"),
-        (
-            get("engine.zero_quantized_weights"),
-            "engine.zero_quantized_weights, which quantizes gathered weights in another way; "
-            f"expected {one_false}",
-        ),
         (
             get("engine.precision") == "fp32",
             f"engine.precision fp32: matrix products in fp8 return bf16; expected {another}",
         ),
         (
             has_dora,
-            "lora.use_dora: DoRA computes norms of weights, which are then in fp8; expected "
-            f"{one_false}",
+            "lora.use_dora: DoRA computes norms of weights, which are then in fp8; expected one of "
+            "them to be false",
         ),
     ]
     for is_conflict, text in fp8_conflicts:
