@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..terminal_text import pip_install
 from .cards import choose_split, read_subset
@@ -59,6 +59,8 @@ MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 them."""
 MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
+END_OF_ARROW_STREAM = struct.pack("<iI", -1, 0)
+"""Written by datasets and pyarrow when they close a file. pyarrow reads a file without it, too."""
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -325,7 +327,7 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
     """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
-        ValueError: The file is compressed, so that its unpacked size is not bounded.
+        ValueError: The file is compressed, so that its unpacked size is not bounded, or cut.
     """
     import pyarrow
 
@@ -339,6 +341,13 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
                 f"{path} is compressed or not a stream of batches; expected Arrow as datasets "
                 "writes it: convert it to Parquet (pandas: read_feather(FILE).to_parquet(OTHER), "
                 "polars: read_ipc(FILE).write_parquet(OTHER))"
+            )
+        end = file.tell()
+        file.seek(end - len(END_OF_ARROW_STREAM))
+        if file.read(len(END_OF_ARROW_STREAM)) != END_OF_ARROW_STREAM:
+            raise ValueError(
+                f"{path} ends at byte {end:,} without Arrow's end of a stream, so it may be cut; "
+                "make or download it again"
             )
         file.seek(begin)
         table = pyarrow.ipc.open_stream(file)
@@ -499,7 +508,7 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     """
     row: dict[str, Any] = {}
     names: dict[str, str] = {}
-    with tarfile.open(path, "r:") as archive:
+    with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # else it keeps all members
             if member.size < 0:  # tarfile would go back to look for the next member, for ever
@@ -530,8 +539,30 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
             assert content is not None  # it is a file
             row[suffix] = _decoded(f"{path}: {member.name}", suffix, content.read())
             names = {"__key__": key, "__url__": path}
+        _check_end_of_archive(file, archive.offset)
     if row:
         yield row | names
+
+
+def _check_end_of_archive(file: BinaryIO, offset: int) -> None:
+    """Check that only zeros follow the files of an archive.
+
+    tarfile ends without an error at a damaged header, where an archive is cut, and between archives
+    that were joined.
+    """
+    file.seek(offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE or any(block):
+        raise ValueError(
+            f"{file.name}: no file and no end of the archive at byte {offset:,}: the archive is "
+            "cut or damaged; make or download it again"
+        )
+    while block := file.read(2**16):
+        if block.strip(b"\0"):
+            raise ValueError(
+                f"{file.name}: other bytes follow the end of the archive at byte {offset:,}; if "
+                "archives were joined with cat, join them with tar --concatenate"
+            )
 
 
 def _decoded(location: str, suffix: str, content: bytes) -> Any:
