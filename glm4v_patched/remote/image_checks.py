@@ -11,6 +11,14 @@ from torch import Tensor
 # Shapes: B sequences, L length of input_ids, P number of cached positions.
 
 
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` runs.
+
+    In torch 2.11, ``torch.compiler.is_exporting`` is also true in every graph of torch.compile.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 class PromptFormat(NamedTuple):
     """The ids that mark images in a prompt, and the model's limits on prompts."""
 

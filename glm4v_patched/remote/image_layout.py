@@ -20,6 +20,7 @@ from .image_checks import (
     check_batch_values,
     check_images,
     check_shapes,
+    is_exporting,
     stats_to_host,
 )
 
@@ -339,7 +340,7 @@ def _analyze_batch(
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
     # prompts are expanded. A batch with fewer columns than its expanded images need breaks the
     # graph, and is expanded outside of it.
-    may_expand = torch.compiler.is_exporting() and num_images > 0
+    may_expand = is_exporting() and num_images > 0
     num_image_columns = num_images * (prompt_format.num_image_tokens + 2)
     if torch.compiler.is_compiling() and (may_expand or num_image_columns <= input_ids.numel()):
         host_stats = assert_in_graph(stats, batch, prompt_format, num_images, may_expand)
@@ -416,7 +417,7 @@ def exportable_cummax(values: Tensor) -> Tensor:
 
     Apart from zeros, the values must not decrease along a sequence.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return values.cummax(dim=1).values
     count = (values > 0).cumsum(dim=1)
     positive_values = values.new_zeros(values.shape[0], values.shape[1] + 1)

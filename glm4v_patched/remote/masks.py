@@ -9,6 +9,7 @@ from transformers.masking_utils import create_causal_mask
 
 from .attention import PackedSamples, group_samples
 from .cache_metadata import cached_length, is_static, static_cache_len
+from .image_checks import is_exporting
 from .image_layout import ExpandedBatch
 from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, NEEDS_CACHE_POSITION
 
@@ -31,7 +32,7 @@ def causal_mask(
         cache = None  # there are no cached keys to attend to
     if config._attn_implementation == "sdpa" and cache is None:
         # sdpa is causal without a mask (is_causal).
-        if packed is not None and not torch.compiler.is_exporting():
+        if packed is not None and not is_exporting():
             return group_samples(packed)
         if mask is not None and mask.ndim == 2 and _is_right_padded(mask, batch.has_padding):
             mask = None  # causal attention hides padding on the right

@@ -41,7 +41,7 @@ from .class_lists import add_to_mapping_names
 from .classification_chatglm import PER_TOKEN_KWARGS, SequenceScoringMixin
 from .configuration_chatglm import FROM_PIPELINE, ChatGLMConfig, require_adapter_support
 from .generation_chatglm import ChatGLMGenerationMixin, keep_known_options
-from .image_checks import InputBatch, PromptFormat
+from .image_checks import InputBatch, PromptFormat, is_exporting
 from .image_layout import expand_image_placeholders
 from .keywords import (
     CACHE_KEYWORD,
@@ -682,7 +682,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Embeddings of unexpanded prompts cannot be expanded. With ``output_hidden_states``,
         expansion is an error in training and otherwise a warning, once for each model.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             torch._check(inputs_embeds is None or length == unexpanded_length)
             return
         if length == unexpanded_length:
