@@ -93,7 +93,7 @@ class Answers(EchoQueue):
 
     def submit(self, queued) -> None:
         self.requests.append(queued.request)
-        threading.Thread(target=self._answer, args=[ask], daemon=True).start()
+        threading.Thread(target=self._answer, args=[queued], daemon=True).start()
 
     def _answer(self, queued) -> None:
         queued.on_event(self.text[:5])
