@@ -83,8 +83,7 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
     assert (answered.read_bytes(), answered.stat().st_mtime_ns) == before
 
 
-@pytest.mark.parametrize("source", ["model", "adapters"])
-def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_path, monkeypatch):
+def test_batches_and_a_static_cache_answer_as_single_rows_do(files, tmp_path, monkeypatch):
     """The cache is reused for the next batch of the same size; the last batch is smaller."""
     used_caches, empty_cache = [], static_cache.StaticCaches.empty_cache
 
@@ -93,7 +92,7 @@ def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_
         return used_caches[-1][1]
 
     monkeypatch.setattr(static_cache.StaticCaches, "empty_cache", record_cache)
-    model = str(getattr(files, source))
+    model = str(files.adapters)
     ways = [(1, "dynamic"), (3, "dynamic"), (4, "static"), (2, "static")]
     for rows, cache in ways:
         answer_file(request(files, model=model, batch_size=rows, cache=cache), tmp_path / str(rows))
@@ -271,11 +270,9 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
             find_source("our-org/adapters")
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "sampled"]
-)
-def test_it_is_continued_where_it_was_stopped(files, out, capsys, words, sampling):
-    options = request(files, generation=Generation(max_new_tokens=NEW, **sampling))
+def test_it_is_continued_where_it_was_stopped(files, out, capsys, words):
+    generation = Generation(max_new_tokens=NEW, temperature=1.5, seed=3)
+    options = request(files, generation=generation)
     answer_file(options, out)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:3]) + lines[3][:10])
@@ -338,21 +335,23 @@ def test_damaged_answers_are_not_continued(files, begun, out, never_loads):
             answer_file(request(files), out)
 
 
-def test_other_files_are_replaced_only_when_told_so(files, answered, out, words):
+@pytest.mark.usefixtures("answers_at_once")
+def test_other_files_are_replaced_only_when_told_so(files, out, words):
     out.write_text("mine")
     with words.refused(ValueError, str(out)):
         answer_file(request(files), out)
     assert out.read_text() == "mine"
     answer_file(request(files), out, overwrite=True)
-    assert out.read_text() == answered.read_text()
-    for path in (files.data, Path(read_questions(files.data)[0].prompt[0]["image"])):
+    assert [row["answer"] for row in rows_of(out)] == ["a"] * 6
+    data = files.data
+    for path in (data, Path(read_questions(data)[0].prompt[0]["image"])):
         before = path.read_bytes()
         with words.refused(ValueError, "is part of the data", files=files.model.parent):
             answer_file(request(files), path, overwrite=True)
-        for spelled in (os.path.relpath(path), f"{path.parent}/../{path.parent.name}/{path.name}"):
-            with pytest.raises(ValueError, match="is part of the data"):
-                answer_file(request(files), Path(spelled), overwrite=True)
         assert path.read_bytes() == before
+    for spelled in (os.path.relpath(data), f"{data.parent}/../{data.parent.name}/{data.name}"):
+        with pytest.raises(ValueError, match="is part of the data"):
+            answer_file(request(files), Path(spelled), overwrite=True)
     with words.refused(ValueError, "is a folder"):
         answer_file(request(files), out.parent)
 
@@ -388,11 +387,11 @@ def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, neve
         assert main([command, *map(str, arguments), "--out", str(out)]) == 1
         assert message in capsys.readouterr().err
 
-    for inside in ("rows", "link/inner", "model", "rows/../images"):
-        for command, out in (("answer", "new.jsonl"), ("evaluate", "new")):
-            place = tmp_path / inside / out
-            refused(command, place, f"--out, {place}, lies in ")
-            assert not place.exists()
+    for inside in ("link/inner", "model", "rows/../images"):  # tests/test_paths.py has more
+        place = tmp_path / inside / "new.jsonl"
+        refused("answer", place, f"--out, {place}, lies in ")
+        assert not place.exists()
+    refused("evaluate", rows / "new", f"--out, {rows / 'new'}, lies in ")
     refused("evaluate", rows, f"--out is a folder of --data, {rows}")
     refused("evaluate", tmp_path, f"contains the model's folder, {model}")
 
@@ -475,16 +474,3 @@ def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
     require_context_length(base, questions[2:3], max_new_tokens=1024 - length)
     with words.refused(ValueError, "line 3"):
         require_context_length(base, questions[2:3], max_new_tokens=1025 - length)
-
-
-def test_all_rows_whose_images_are_missing_are_told_at_once(files, tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    names = ["a.png", "b.png", "a.png"]
-    rows.write_text("".join(f'{{"image": "{n}", "question": "x", "answer": "y"}}\n' for n in names))
-    options = ["--columns", "{image: image, question: question, answer: answer}"]
-    options += ["--device", "cpu", "--out", str(tmp_path / "out.jsonl")]
-    assert main(["answer", str(files.model), "--data", str(rows), *options]) == 1
-    message = capsys.readouterr().err
-    assert (
-        "3 of 3 rows" in message and "a.png does not exist" in message and "b.png does" in message
-    )

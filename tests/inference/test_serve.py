@@ -445,6 +445,7 @@ def test_a_closed_terminal_ends_the_server_unless_it_was_started_under_nohup(mon
 
     def run(self, sockets):
         signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+        assert signal.getsignal(signal.SIGHUP) != signal.SIG_DFL, "SIGHUP would kill the server"
         signal.raise_signal(signal.SIGHUP)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
@@ -471,7 +472,7 @@ def row(events: list, tokenizer=None, stop=(), max_tokens=9, **options) -> Answe
         ("Hello END!", ("END",), "Hello"),
         (" a  b ", (), "a  b"),
         ("abcd", ("no", "x" * 1000, "cd"), "ab"),
-        ("abc", ("bc", "b"), "a"),
+        ("abcd", ("d", "bc", "b"), "a"),
         ("one two END three", ("END", "two ENDS"), "one two"),
         ("one two END three", ("END three", "E"), "one two"),
     ],
