@@ -269,9 +269,9 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
         reply = server.ask(messages, **options)
         return streamed(reply) if number % 2 else text_of(reply)
 
-    with ThreadPoolExecutor(16) as threads:
-        together = [*threads.map(ask, range(16))]
-    assert together == [*map(ask, range(16))] and len({*together}) > 8
+    with ThreadPoolExecutor(8) as threads:
+        together = [*threads.map(ask, range(8))]
+    assert together == [*map(ask, range(8))] and len({*together}) > 4
     # The line of a batch may come after its answers.
     assert re.search(r", batch of \d+: length", server.log.read_text())
 

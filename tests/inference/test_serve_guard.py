@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -30,6 +31,15 @@ IMAGE = data_url(png())
 FETCHED = png() + bytes(1000)
 INVALID = "invalid_request_error"
 POLICY = "content-security-policy"
+
+
+def protocol_of(app, existing: set | None = None, kind: type[Connection] = Connection):
+    """Return what makes connections of an application, eight at most, and their server's state."""
+    config = uvicorn.Config(track_requests(app), ws="none", lifespan="off")
+    config.load()
+    state = ServerState()
+    open_connections = set() if existing is None else existing
+    return partial(kind, open_connections, 8, {}, config=config, server_state=state), state
 
 
 async def echo(scope, receive, send) -> None:
@@ -242,9 +252,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
 
 def test_silent_connections_are_closed(monkeypatch):
     """400 of them, half-open and without a key, ended the service; in one burst, too."""
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.5)
-    config = uvicorn.Config(track_requests(Guard(echo, ServerLimits())), ws="none", lifespan="off")
-    config.load()
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1)
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     open_connections: set[Connection] = set()
     accepted: set[Connection] = set()
@@ -264,8 +272,8 @@ def test_silent_connections_are_closed(monkeypatch):
             super().connection_lost(exc)
 
     async def run() -> None:
-        state, loop = ServerState(), asyncio.get_running_loop()
-        make_protocol = lambda: Counted(open_connections, 8, {}, config=config, server_state=state)  # noqa: E731
+        loop = asyncio.get_running_loop()
+        make_protocol, state = protocol_of(Guard(echo, ServerLimits()), open_connections, Counted)
         listener = socket.create_server(("127.0.0.1", 0))
         server = await loop.create_server(make_protocol, sock=listener, backlog=2)
         listener.listen(100)
@@ -302,7 +310,7 @@ def test_silent_connections_are_closed(monkeypatch):
         for _ in range(3):  # one that is kept alive is heard again
             opened[-1][1].write(head % 2 + b"\r\n{}")
             assert b"200 OK" in await asyncio.wait_for(reader.read(500), 10)
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.55)
         server.close()
         for _, writer in opened:
             writer.close()
@@ -321,13 +329,8 @@ def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
         if (await receive())["type"] == "http.disconnect":
             ended.set()
 
-    config = uvicorn.Config(track_requests(endless), ws="none", lifespan="off")
-    config.load()
-
     async def run() -> None:
-        make_protocol = lambda: Connection(  # noqa: E731
-            set(), 8, {}, config=config, server_state=ServerState()
-        )
+        make_protocol, _ = protocol_of(endless)
         server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -345,16 +348,12 @@ def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monke
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    app, state, open_connections = Guard(until_it_is_gone, ServerLimits()), ServerState(), set()
-    config = uvicorn.Config(track_requests(app), ws="none", lifespan="off")
-    config.load()
+    app, open_connections = Guard(until_it_is_gone, ServerLimits()), set()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 2\r\n\r\n"
 
     async def run() -> None:
-        def make_protocol() -> Connection:
-            return Connection(open_connections, 8, {}, config=config, server_state=state)
-
+        make_protocol, state = protocol_of(app, open_connections)
         server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         readers = []
         for content in (b"{", b"{}"):
