@@ -102,9 +102,6 @@ def test_files_and_ids_that_the_original_lacks_are_added(changed, make, run, tmp
     assert as_files(make(changed, out="first")) == as_files(make(tmp_path / "first", out="second"))
 
 
-# Links, devices, and two file systems
-
-
 PLANTS = {
     "a link": lambda path, secret: path.symlink_to(secret),
     "a link to a folder": lambda path, secret: path.symlink_to(secret.parent),
@@ -127,9 +124,6 @@ def test_links_and_pipes_out_of_the_source_are_refused(name, kind, changed, run,
     else:
         assert status == 1 and str(path) in output and kind.split(" to ")[0] in output, output
         assert not (tmp_path / "out").exists()
-
-
-# Output
 
 
 def test_an_output_that_exists_is_refused_and_unchanged(original, run, tmp_path):
@@ -177,11 +171,7 @@ REFUSED = [
     ("model-00002-of-00002.safetensors", None, "missing 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list; expected an object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
-    (
-        INDEX,
-        json.dumps({"weight_map": ["a.safetensors"]}),
-        "weight_map ..a.safetensors..; expected the file of each",
-    ),
+    (INDEX, '{"weight_map": ["a.safetensors"]}', "weight_map .*; expected the file of each"),
     (INDEX, '{"metadata": {}, "weight_map": {"a": "../b.safetensors"}}', f"{INDEX} names "),
     ("adapter_config.json", "{}", r"has an adapter \(adapter_config.json\).*merge"),
 ]
@@ -234,9 +224,6 @@ def test_a_source_that_the_published_code_cannot_load_is_neither_built_nor_publi
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="does not pass verify: loads: it ended"):
         read_built_folder(built)
-
-
-# From the Hub, and weights that were trained
 
 
 def test_a_missing_or_unpinned_source_is_refused_with_the_cure(head):
@@ -318,10 +305,8 @@ def test_trained_weights_need_their_base_model(file, values, changed, make, run,
         assert not out.exists()
     assert run(*command, "--fine-tune-of", base, "--trained", what)[0] == 0
     card = (out / "README.md").read_text()
-    assert (
-        f"base_model: {base}\nbase_model_relation: finetune\n" in card
-        and not claims_original_weights(out)
-    )
+    assert f"base_model: {base}\nbase_model_relation: finetune\n" in card
+    assert not claims_original_weights(out)
     assert "\n# A fine-tuned glm-4v-9b\n\nBuilt with glm-4." in card
     assert f"Fine-tuned from [{base}](https://huggingface.co/{base}): {what}." in card
     fine_tune = {"base": base, "trained": what}

@@ -142,9 +142,6 @@ def test_an_unexpected_error_is_one_line_and_says_how_to_see_the_traceback(hub, 
         ask("verify")
 
 
-# Disks
-
-
 def test_a_disk_that_is_full_for_the_output_leaves_nothing_of_it(original, built, run, tmp_path):
     out = tmp_path / "into" / "out"
     command = ("build", "--weights", original, "--out", out, "--name", NAME)
@@ -164,14 +161,10 @@ def test_messages_contain_neither_the_token_nor_signatures_of_urls(monkeypatch):
 def test_output_that_cannot_be_written_stops_publishing_before_anything_is_sent(
     hub, ask, monkeypatch
 ):
-    monkeypatch.setattr(
-        publishing, "print_line", Mock(side_effect=OSError(errno.ENOSPC, "no space"))
-    )
+    full = Mock(side_effect=OSError(errno.ENOSPC, "no space"))
+    monkeypatch.setattr(publishing, "print_line", full)
     status, output = ask("publish")
     assert status == 1 and "no space" in output and len(hub.repositories[NAME].commits) == 1
-
-
-# Cut off for good
 
 
 @pytest.mark.parametrize("copied", [False, True])

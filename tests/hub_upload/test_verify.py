@@ -81,9 +81,8 @@ def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
 def test_a_client_that_is_too_old_is_reported_with_the_cure(run, built, monkeypatch):
     monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
     status, output = run("verify", built)
-    assert (
-        status == 1 and "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
-    )
+    assert status == 1
+    assert "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
     assert "pip install -U huggingface_hub" in output
 
 
@@ -174,19 +173,11 @@ DEFECTS = [
     ("weights", "the manifest lists", signed(without(INDEX))),
     ("weights", "1|2 tensors are not where", signed(an_index_that_names_the_wrong_shard)),
     ("files", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
-    (
-        "files",
-        "(none|not one) of the 512 token ids",
-        fields("generation_config.json", eos_token_id=[500, 512]),
-    ),
+    ("files", "of the 512 token ids", fields("generation_config.json", eos_token_id=[500, 512])),
     ("files", "image_size 112", fields("tokenizer_config.json", image_size=112)),
     ("files", "image_size 28, but", amended_vision(image_size=28, num_positions=5)),
     ("weights", "1 of 55 weights are missing", signed(a_tensor_that_is_missing)),
-    (
-        "weights",
-        "other shapes",
-        rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()})),
-    ),
+    ("weights", "other shapes", rewritten(lambda w: w.update({EOI: w[EOI].flatten()}))),
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -213,19 +204,11 @@ PAYLOADS = [
     *(("files", f"{name} exists; expected no such file", added(name, CODE)) for name in FOREIGN),
     ("files", "expected no such file", listed("transformers.py", CODE)),
     ("files", "loss.py, line 1", listed("loss.py", CODE)),
-    (
-        "files",
-        "^pytorch_model.bin exists",
-        listed("pytorch_model.bin", pickle.dumps(Payload())),
-    ),
+    ("files", "^pytorch_model.bin exists", listed("pytorch_model.bin", pickle.dumps(Payload()))),
     ("files", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
     ("files", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
     ("files", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
-    (
-        "files",
-        "README.md",
-        signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"})),
-    ),
+    ("files", "README.md", signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "it"}))),
     ("files", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
     ("files", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
     ("weights", f"{SHARD} cannot be read", listed(SHARD, pickle.dumps(Payload()))),

@@ -158,20 +158,14 @@ def test_both_models_of_the_page_answer_who_has_its_key_alone(
         for name, model_answerer in zip(models, (answerer, adapted), strict=True):
             [choice] = client.post(CHAT, json=body | {"model": name}).json()["choices"]
             assert choice["message"]["content"] == model_answerer.answer([[prompt]])[0].text
-        for status, path, sent, headers in (
-            (401, "/v1/models", None, {"Authorization": "Bearer wrong"}),
-            (401, CHAT, body, {"Authorization": ""}),
-            (403, CHAT, body, {"Origin": "http://evil.example"}),
-            (403, "/", None, {"Host": "evil.example"}),
-            # No path of a file is read, whoever asks.
-            (400, CHAT, {"messages": about(cat)}, {}),
-            (400, CHAT, {"messages": about(f"file://{cat}")}, {}),
-            (404, urllib.parse.quote(cat), None, {}),
-            (404, f"/file={urllib.parse.quote(cat)}", None, {}),
+        for status, path, headers in (  # test_serve_guard.py has more
+            (401, "/v1/models", {"Authorization": "Bearer wrong"}),
+            (403, "/", {"Host": "evil.example"}),
+            (404, f"/file={urllib.parse.quote(cat)}", {}),
         ):
-            method = "GET" if sent is None else "POST"
-            reply = client.request(method, path, json=sent, headers=headers)
-            assert reply.status_code == status, (path, headers)
+            assert client.get(path, headers=headers).status_code == status, (path, headers)
+        # No path of a file is read, whoever asks.
+        assert client.post(CHAT, json={"messages": about(cat)}).status_code == 400
 
 
 @pytest.mark.parametrize("command", [["chat"], ["chat", "--web"], ["serve"]], ids=" ".join)

@@ -209,30 +209,19 @@ def test_penalties_lower_the_logits_of_tokens_in_the_answer(server):
     assert text_of(replies[0]) != text_of(replies[1])
 
 
-def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
+def test_refusals_have_the_form_of_openai(server):
     with pytest.raises(openai.AuthenticationError, match="API key") as error:
         server.client("wrong").models.list()
     assert error.value.code == "invalid_api_key"
     with pytest.raises(openai.BadRequestError, match="top_q: this key is not supported") as error:
         server.ask(WORDS, extra_body={"top_q": 1})
     assert (error.value.param, error.value.type) == ("top_q", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError, match="cannot be read as an image"):
-        server.ask(about(data_url(png()[:-30])))
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
         server.client().embeddings.create(model="tiny", input="a")
-    for stream in (False, True):  # with the answer, and not a broken connection
-        with pytest.raises(
-            openai.APIStatusError, match="30000.* bytes, and this server accepts 2000000"
-        ):
-            server.ask(about("data:image/png;base64," + "A" * 30_000_000), stream=stream)
-    log = server.log.read_text()
-    for line in (
-        "/v1/models: 401 ",
-        "400 top_q: this key is not supp",
-        "404 POST /v1/emb",
-        "413 the req",
-    ):
-        assert line in log
+    message = "30000.* bytes, and this server accepts 2000000"
+    with pytest.raises(openai.APIStatusError, match=message):  # and not a broken connection
+        server.ask(about("data:image/png;base64," + "A" * 30_000_000), stream=True)
+    assert "/v1/models: 401 " in server.log.read_text()
 
 
 def test_adapters_are_served_by_name_beside_their_model(server, endless, adapters, load_answerer):
@@ -408,16 +397,12 @@ def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
     prompts = {n: [{"role": "user", "content": text}] for n, text in texts.items()}
     prompts[4] = [{"role": "user", "image": png()[:-30], "content": "a"}]
     asks = [asking(events_by_name, n, max_tokens=n) for n in (1, 3)]
-    asks += [
-        asking(events_by_name, n, prompt=prompt, max_tokens=9) for n, prompt in prompts.items()
-    ]
+    asks += [asking(events_by_name, n, prompt=p, max_tokens=9) for n, p in prompts.items()]
     batches_of(answerer, monkeypatch, asks, fail)
-    errors = {
-        n: events[-1] for n, events in events_by_name.items() if isinstance(events[-1], ApiError)
-    }
-    statuses = {n: (error.status, error.param) for n, error in errors.items()}
+    ends = {name: events[-1] for name, events in events_by_name.items()}
+    statuses = {n: (end.status, end.param) for n, end in ends.items() if isinstance(end, ApiError)}
     assert statuses == {2: (500, None), 4: (400, "messages"), 5: (400, "messages")}
-    assert (events_by_name[1][-1][:2], events_by_name[3][-1][:2]) == (("length", 1), ("length", 3))
+    assert (ends[1][:2], ends[3][:2]) == (("length", 1), ("length", 3))
 
 
 def test_who_waits_when_the_server_is_stopped_is_told_so_and_its_health(answerer):
