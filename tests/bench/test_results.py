@@ -130,8 +130,8 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
 
 def test_a_row_s_command_repeats_its_settings():
     options = "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed"
-    asked = _build_parser().parse_args([*options.split(), "--tower", "every 2"])
-    for settings in requested_settings(asked):
+    arguments = _build_parser().parse_args([*options.split(), "--tower", "every 2"])
+    for settings in requested_settings(arguments):
         command = shlex.split(command_of(settings, 1, on_cpu=False))
         assert requested_settings(_build_parser().parse_args(command[1:])) == [settings]
     assert (settings.trained, settings.engine.tower, settings.micro_batch) == ("full", "every 2", 3)

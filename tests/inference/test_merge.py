@@ -118,7 +118,7 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     modes = {path.stat().st_mode & 0o777 for path in merged.iterdir()}
     assert len(modes) == 1 and [path.name for path in merged.parent.iterdir()] == ["merged"]
     prompts = [question.prompt for question in read_questions(files.data)]
-    answers = [each.answer(prompts) for each in (answerer, adapted, load_answerer(merged))]
+    answers = [model.answer(prompts) for model in (answerer, adapted, load_answerer(merged))]
     assert answers[0] != answers[1] == answers[2]
     (merged / "MODEL_LICENSE").write_text("The weights are under this license.\n")
     monkeypatch.setattr(building, "check_loading", lambda target: [])  # tests/hub_upload does
