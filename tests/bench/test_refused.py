@@ -1,42 +1,35 @@
 """Options that cannot be measured are refused before anything runs."""
 
+import json
+import shlex
+
 import pytest
 
-from glm4v_patched.bench import training
+from glm4v_patched.bench import answers, generation, training
 from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.cli import main
+from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus
+from glm4v_patched.engine.options import REQUIRED_PACKAGES
+from glm4v_patched.models import placement
+from tests.helpers.tiny import golden_json
+
+H200 = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
 
 TRAINING = (
     (0, "", "there is no GPU: none here; to use the CPU: --device cpu --config FILE"),
     (1, "", "2 processes on 1 GPUs: each process needs its own GPU; expected --gpus 1, or"),
-    (
-        0,
-        "--device cpu",
-        "--device cpu would measure the full-size model, of 13.9 billion weights; expected",
-    ),
+    (0, "--device cpu", "would measure the full-size model, of 13.9 billion weights; expected"),
     (1, "--trained full lora_lm --gpus 1", "222.5 GB on each GPU, which has 147.9 GB"),
     (2, "--trained lora_lm --memory-limit 10", "13.9 GB on each GPU, which has 10.7 GB"),
-    (
-        2,
-        "--trained full --offload true",
-        "222.5 GB of the machine's memory, of which 100.0 GB",
-    ),
-    (
-        0,
-        "--zero-stage 0 --gpus 2",
-        "zero_stage is 0 with 2 processes, but training without ZeRO uses one process; expected",
-    ),
+    (2, "--trained full --offload true", "222.5 GB of the machine's memory, of which 100.0 GB"),
+    (0, "--zero-stage 0 --gpus 2", "zero_stage is 0 with 2 processes, but training without ZeRO"),
     (0, "--into README.md", "name their files with --rows"),
     (0, "--rows rows.json --out new.json", "--rows measures nothing: drop one"),
     (0, "--rows none.json", "none.json: No such file"),
     (0, "--out none/rows.json", "none does not exist; make it"),
     (0, "--trained qlora", "qlora needs not_there"),
-    (
-        0,
-        "--shortest-text 513",
-        "shortest_text is 513; expected from 1 to text_tokens, which is 512",
-    ),
+    (0, "--shortest-text 513", "shortest_text is 513; expected from 1 to text_tokens, which is"),
     (0, "--from-files 9x9 --packed", "packed does not work with from_files"),
 )
 ANSWERS = (
@@ -53,16 +46,40 @@ GENERATION = (
     ("--device cuda --weights 8bit --cache static", "--cache static with --weights 8bit"),
 )
 CASES = [
-    *((gpus, f"bench {options}", message) for gpus, options, message in TRAINING),
-    *((0, f"bench --answers 56x56 --device cpu --batch 8 {o}", m) for o, m in ANSWERS),
-    *((0, f"bench --generate --device cpu --config config.json {o}", m) for o, m in GENERATION),
+    *((f"bench {options}", message, gpus) for gpus, options, message in TRAINING),
+    *((f"bench --answers 56x56 --device cpu --batch 8 {o}", m, 0) for o, m in ANSWERS),
+    *((f"bench --generate --device cpu --config config.json {o}", m, 0) for o, m in GENERATION),
 ]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "command", "message"), CASES, ids=[command for _, command, _ in CASES]
-)
-def test_options_that_cannot_be_measured_are_refused(refused, gpus, command, message):
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Check that a command ends with an error before anything runs or is printed, on a machine
+    where nothing can be measured."""
+    for module in (answers, generation, training):
+        monkeypatch.setattr(module, "run_and_log", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
+    for package in ("qlora", "4bit"):
+        monkeypatch.setitem(REQUIRED_PACKAGES, package, ["not_there"])
+    (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
+    monkeypatch.chdir(tmp_path)
+
+    def check(command: str, message: str, num_gpus: int = 0) -> None:
+        gpus = Gpus((H200,) * num_gpus, "none here")
+        for module in (training, placement):
+            monkeypatch.setattr(module, "find_gpus", lambda: gpus)
+        assert main(shlex.split(command)) == 1
+        printed = capsys.readouterr()
+        # On a busy machine, progress is printed before the error.
+        error = f"\n{printed.err.strip()}".partition("\nglm4v-patched: ")[2]
+        assert message in error, error
+        assert printed.out == ""
+
+    return check
+
+
+@pytest.mark.parametrize(("command", "message", "gpus"), CASES)
+def test_options_that_cannot_be_measured_are_refused(refused, command, message, gpus):
     refused(command, message, gpus)
 
 
@@ -70,7 +87,6 @@ def test_options_that_cannot_be_measured_are_refused(refused, gpus, command, mes
     ("options", "message"),
     [
         ("--micro-batch 0", "--micro-batch: '0'; expected a number from 1"),
-        ("--memory-limit nan", "--memory-limit: 'nan'; expected a number from 1"),
         ("--timeout nan", "--timeout: 'nan'"),
         ("--tower some", "'some'; expected auto"),
         ("--from-files 4000x0", "'4000x0'; expected width and height"),

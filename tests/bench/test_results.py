@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import shlex
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from glm4v_patched.bench.table import (
 )
 from glm4v_patched.bench.training import command_of, requested_settings
 from glm4v_patched.cli import _build_parser, main
+from tests.helpers.full_disk import files_of_at_most
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -53,13 +53,8 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
     before = path.read_text()
     assert json.loads(before) == [rows[0], rows[1] | {"losses": [None, 1.5]}]
     assert link.is_symlink() and "NaN" not in before
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            append_measurements(path, rows)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(len(before) + 10), pytest.raises(OSError, match="File too large"):
+        append_measurements(path, rows)
     assert path.read_text() == before and sorted(tmp_path.iterdir()) == [link, path]
 
 
@@ -120,29 +115,23 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     path.write_text(f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n")
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0
-        assert (
-            path.read_text()
-            == f"before\n{BEGIN_MARKER}\n\n{markdown_table(rows)}\n{END_MARKER}\nafter\n"
-        )
+        page = f"before\n{BEGIN_MARKER}\n\n{markdown_table(rows)}\n{END_MARKER}\nafter\n"
+        assert path.read_text() == page
     others = {"workload": "answers", "batch": 8, "image": "9x9", "rows": 64, "new_tokens": 4}
     with pytest.raises(ValueError, match="rows of several workloads"):
         markdown_table([*rows, others])
     for text in (f"{END_MARKER}\n{BEGIN_MARKER}\n", f"{BEGIN_MARKER}{BEGIN_MARKER}{END_MARKER}"):
         path.write_text(text)
-        with pytest.raises(
-            ValueError, match=f"{text.count(BEGIN_MARKER)} lines .* {text.count(END_MARKER)}"
-        ):
+        numbers = f"{text.count(BEGIN_MARKER)} lines .* {text.count(END_MARKER)}"
+        with pytest.raises(ValueError, match=numbers):
             insert_table("table\n", path)
         assert path.read_text() == text
 
 
 def test_a_row_s_command_repeats_its_settings():
-    options = (
-        "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed --precision fp32"
-    )
-    for settings in requested_settings(
-        _build_parser().parse_args([*options.split(), "--tower", "every 2"])
-    ):
+    options = "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed"
+    arguments = _build_parser().parse_args([*options.split(), "--tower", "every 2"])
+    for settings in requested_settings(arguments):
         command = shlex.split(command_of(settings, 1, on_cpu=False))
         assert requested_settings(_build_parser().parse_args(command[1:])) == [settings]
     assert (settings.trained, settings.engine.tower, settings.micro_batch) == ("full", "every 2", 3)

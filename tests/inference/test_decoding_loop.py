@@ -87,23 +87,15 @@ class Put:
         self.ended += 1
 
 
-def both_loops(
-    model, batch: dict, theirs: dict | None = None, ours=None, **options
-) -> torch.Tensor:
+def both_loops(model, batch: dict, theirs=None, ours=None, **options) -> torch.Tensor:
     """Return the ids of our loop, after comparing them with transformers' loop."""
-    expected, ids = (
-        model.generate(**batch, **options, **seeded)
-        for seeded in map(
-            seed, (theirs or {}, {"custom_generate": decode_without_sync} | (ours or {}))
-        )
-    )
+    torch.manual_seed(0)
+    expected = model.generate(**batch, **options, **(theirs or {}))
+    torch.manual_seed(0)
+    own = {"custom_generate": decode_without_sync} | (ours or {})
+    ids = model.generate(**batch, **options, **own)
     assert ids.dtype == expected.dtype and ids.is_contiguous() and torch.equal(ids, expected)
     return ids
-
-
-def seed(options: dict) -> dict:
-    torch.manual_seed(0)
-    return options
 
 
 @pytest.mark.parametrize("max_lag", [0, 3], ids="lag {}".format)
@@ -168,7 +160,6 @@ def test_the_host_does_not_synchronize_between_two_tokens(model, mode, lag_of_tw
             torch.manual_seed(0)
             model.generate(**batch_of(unexpanded_image(), 3), **MODES[mode], **STATIC, **more)
         assert len(marks) > 3
-        # From the second step to the last one.
         between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
     assert between["ours"] == [0, 0]
     assert min(between["theirs"]) > 0
@@ -262,18 +253,23 @@ def test_a_graph_runs_is_captured_and_replayed_until_its_arguments_change(monkey
 
 
 @torch.no_grad()
-def test_a_graphed_tower_is_called_and_captured_with_the_towers_own_arguments(monkeypatch):
-    """Without the GPU's graph, a call that captures also runs."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
-    model, images = tiny_model(), random_pixels(2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_graphed_tower_sees_each_image_and_several_at_once(device, monkeypatch):
+    """Without a GPU's graph, a call that captures also runs, and a replay computes nothing."""
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = tiny_model(dtype).to(device)
+    images = random_pixels(2 if device == "cpu" else 4).to(device, dtype)
     tower = model.transformer.vision
     wanted = [tower(image[None]) for image in images]
     together = tower(images)
     use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
-    for image, features in zip(images, wanted, strict=True):  # the first runs, the second records
-        assert torch.equal(tower(image[None]), features)
-    assert torch.equal(tower(images), together)
+    for _ in range(1 if device == "cpu" else 2):  # runs, is captured, and is replayed
+        for image, features in zip(images, wanted, strict=True):
+            assert torch.equal(tower(image[None]), features)
+        assert torch.equal(tower(images), together)
 
 
 @pytest.mark.gpu
@@ -290,18 +286,3 @@ def test_on_a_gpu_a_cuda_graph_computes_the_same_tokens():
         assert torch.equal(
             model.generate(**batch, **options, **caches.generate_kwargs(3, 60)), expected
         )
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_graphed_tower_sees_each_image_and_several_at_once():
-    model = tiny_model(torch.bfloat16).to("cuda")
-    images = torch.randn(4, 3, 56, 56, device="cuda").bfloat16()
-    tower = model.transformer.vision
-    with torch.no_grad():
-        wanted = [tower(image[None]) for image in images]
-        together = tower(images)
-        use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
-        for _ in range(2):  # runs, is captured, and is replayed
-            for image, features in zip(images, wanted, strict=True):
-                assert torch.equal(tower(image[None]), features)
-            assert torch.equal(tower(images), together)

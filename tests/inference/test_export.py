@@ -44,17 +44,8 @@ def learned(tmp_path_factory) -> Path:
 
 
 def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8") -> int:
-    command = [
-        "export",
-        str(model),
-        "--format",
-        bits,
-        "--calibration",
-        str(rows),
-        "--out",
-        str(out),
-    ]
-    return main([*command, "--device", "cpu", *options])
+    command = ["export", str(model), "--format", bits, "--calibration", str(rows)]
+    return main([*command, "--out", str(out), "--device", "cpu", *options])
 
 
 def test_a_machine_without_gpu_is_told_how_to_use_the_cpu(tmp_path, learned, monkeypatch, capsys):
@@ -96,9 +87,8 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     whole, weights = (load_file(folder / "model.safetensors") for folder in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
-    assert fc1 == (
-        {"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].quantizes_tower else set())
-    )
+    scales = {"weight_scale"} if EXPORT_FORMATS[bits].quantizes_tower else set()
+    assert fc1 == {"weight", "bias"} | scales
     assert '"quant_method": "compressed-tensors"' in (out / "config.json").read_text()
     texts = "".join(path.read_text() for path in out.iterdir() if path.suffix != ".safetensors")
     assert str(tmp_path) not in texts and str(files.model) not in texts
@@ -140,9 +130,8 @@ def test_an_exported_cogagent_computes_what_the_exported_glm_4v_does(files, lear
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
-    monkeypatch.setattr(
-        module, "create_folder_atomically", lambda *_: pytest.fail("it was written")
-    )
+    written = lambda *_: pytest.fail("it was written")  # noqa: E731
+    monkeypatch.setattr(module, "create_folder_atomically", written)
     versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
     monkeypatch.setattr(module, "version", versions.__getitem__)
     monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])

@@ -13,14 +13,11 @@ KINDS = {
 }
 
 
-def test_each_kind_of_layer_is_held_in_fp8_alone_and_all_together(files, tmp_path, monkeypatch):
-    rows = [json.loads(line) for line in files.data.read_text().splitlines()]
-    data = files.data.with_name("with_answers.jsonl")
-    data.write_text(
-        "".join(json.dumps(row) + "\n" for row in rows if row["messages"][-1]["role"] != "user")
-    )
+def test_each_kind_of_layer_is_held_in_fp8_alone_and_all_together(
+    files, referenced, tmp_path, monkeypatch
+):
     out = tmp_path / "report.json"
-    arguments = [files.model, data, "--out", out, "--device", "cpu", "--batch-size", 2]
+    arguments = [files.model, referenced, "--out", out, "--device", "cpu", "--batch-size", 2]
     monkeypatch.setattr(sys, "argv", ["fp8_answers.py", *map(str, arguments)])
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     runpy.run_path(str(ROOT / "docs" / "benchmarks" / "fp8_answers.py"), run_name="__main__")

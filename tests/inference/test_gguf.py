@@ -145,12 +145,10 @@ def test_files_hold_all_weights(files, tmp_path, kind):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
     tower_kind = "f32" if kind == "f32" else "f16"
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
-    assert names == {f"language-{kind}.gguf", f"mmproj-{tower_kind}.gguf"}
     total = 0.0
-    for name, wanted in (
-        (f"language-{kind}.gguf", kind),
-        (f"mmproj-{tower_kind}.gguf", tower_kind),
-    ):
+    wanted_kinds = {f"language-{kind}.gguf": kind, f"mmproj-{tower_kind}.gguf": tower_kind}
+    assert names == {*wanted_kinds}
+    for name, wanted in wanted_kinds.items():
         for tensor in gguf.GGUFReader(tmp_path / "new" / "out" / name).tensors:
             is_matrix = len(tensor.shape) > 1 and "position" not in tensor.name
             assert tensor.tensor_type.name.lower() == (wanted if is_matrix else "f32"), tensor.name

@@ -39,10 +39,7 @@ def test_an_operation_is_found_behind_its_explanation():
         ("TYPE(text='a, b = c', x=1)", {"text": "a, b = c", "x": "1"}),
         ('TYPE(text="f(x)")', {"text": "f(x)"}),
         ("TYPE(text='two\nlines')", {"text": "two\nlines"}),
-        (
-            "TYPE(text='[1, 2]', element_info='[None]')",
-            {"text": "[1, 2]", "element_info": "[None]"},
-        ),
+        ("TYPE(text='[1, 2]', x='[None]')", {"text": "[1, 2]", "x": "[None]"}),
         ("TYPE( text = 'x' , count = 5 )", {"text": "x", "count": "5"}),
         ("TYPE(element_info=[AXCell])", {"element_info": "[AXCell]"}),
         ("TYPE()", {}),

@@ -102,9 +102,7 @@ def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeyp
     of_hub = module.ModelSource(str(folder), adapters=Path(adapters))
     for find in (module.find_source, lambda *_: of_hub):
         monkeypatch.setattr(module, "find_source", find)
-        with pytest.raises(
-            ValueError, match="names '../mine.safetensors'; expected only names of file"
-        ):
+        with pytest.raises(ValueError, match="names '../mine.safetensors'; expected only names"):
             merge(adapters, tmp_path / "out")
     assert victim.read_bytes() == before and not (tmp_path / "out").exists()
 
@@ -120,10 +118,7 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     modes = {path.stat().st_mode & 0o777 for path in merged.iterdir()}
     assert len(modes) == 1 and [path.name for path in merged.parent.iterdir()] == ["merged"]
     prompts = [question.prompt for question in read_questions(files.data)]
-    answers = [
-        model_answerer.answer(prompts)
-        for model_answerer in (answerer, adapted, load_answerer(merged))
-    ]
+    answers = [model.answer(prompts) for model in (answerer, adapted, load_answerer(merged))]
     assert answers[0] != answers[1] == answers[2]
     (merged / "MODEL_LICENSE").write_text("The weights are under this license.\n")
     monkeypatch.setattr(building, "check_loading", lambda target: [])  # tests/hub_upload does

@@ -43,19 +43,17 @@ def diverged(files, tmp_path_factory) -> Path:
     return folder
 
 
-def of(folder: Path, cache: str = "dynamic", **generation) -> Answerer:
-    loaded = load_with_processor(find_source(str(folder)), "cpu")
-    return Answerer(loaded, Generation(max_new_tokens=6, **generation), cache)
+@pytest.fixture(scope="module")
+def loaded(diverged):
+    return load_with_processor(find_source(str(diverged)), "cpu")
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_each_command_ends_with_one_line_that_names_the_weight(
-    diverged, referenced, tmp_path, capsys, monkeypatch, cache
+    diverged, referenced, tmp_path, capsys, monkeypatch
 ):
-    options = [str(diverged), "--device", "cpu", "--max-new-tokens", "4", "--cache", cache]
+    options = [str(diverged), "--device", "cpu", "--max-new-tokens", "4"]
     data = ["--data", str(referenced)]
     for command in (
-        ["answer", *options, *data, "--out", str(tmp_path / "answers.jsonl")],
         ["answer", *options, *data, "--out", str(tmp_path / "answers.jsonl"), "--num-beams", "2"],
         ["evaluate", *options, *data],
         ["evaluate", *options, *data, "--out", str(tmp_path / "evaluation"), "--temperature", "1"],
@@ -70,8 +68,8 @@ def test_each_command_ends_with_one_line_that_names_the_weight(
     assert not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))
 
 
-def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
-    broken = of(diverged)
+def test_a_request_gets_the_line_and_the_log_has_it_once(loaded, capsys):
+    broken = Answerer(loaded, Generation(max_new_tokens=6))
     queue = AnswerQueue({"m": broken})
     app = make_app(queue, broken.generation, ServerLimits(hosts=["localhost"]), lambda: None)
     body = {"model": "m", "messages": ASKED, "max_tokens": 4}
@@ -84,7 +82,7 @@ def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
 
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("generation", [{}, {"temperature": 1.0}])
-def test_no_token_of_such_logits_is_handed_on(diverged, monkeypatch, late, generation):
+def test_no_token_of_such_logits_is_handed_on(loaded, monkeypatch, late, generation):
     monkeypatch.setitem(loop.MAX_LAG, "cpu", late)
 
     class Put:
@@ -98,7 +96,8 @@ def test_no_token_of_such_logits_is_handed_on(diverged, monkeypatch, late, gener
             self.given.append("end")
 
     for cache in ("static", "dynamic"):
-        answerer, streamer = of(diverged, cache, **generation), Put()
+        streamer = Put()
+        answerer = Answerer(loaded, Generation(max_new_tokens=6, **generation), cache)
         with pytest.raises(NonFiniteLogits, match=CAUSE):
             answerer.answer([ASKED], streamer=streamer)
         assert len(streamer.given) == 1  # the prompt
@@ -106,9 +105,9 @@ def test_no_token_of_such_logits_is_handed_on(diverged, monkeypatch, late, gener
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("ends_at", [0, 2, 5])
-def test_logits_that_become_infinite_on_the_way_are_no_answer(files, cache, ends_at):
+def test_logits_that_become_infinite_on_the_way_are_no_answer(answerer, cache, ends_at):
     """The last ones are looked at again: NaN stays in a cache."""
-    answerer = of(files.model, cache)
+    answerer = Answerer((answerer.model, answerer.processor), answerer.generation, cache)
     answerer.end_ids = []
     calls = []
 

@@ -62,9 +62,8 @@ def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
     for request in requests:
         status, answered = ask(request["body"], request["path"])
         assert status == 200, answered
-    assert ask(last["body"], last["path"])[0] == 400 and "UnidentifiedImageError" in str(
-        recorded["answers"]["error"]
-    )
+    assert ask(last["body"], last["path"])[0] == 400
+    assert "UnidentifiedImageError" in str(recorded["answers"]["error"])
     talks = [queue.requests[start : start + 3] for start in (0, 3)]
     for turns in talks:
         turns = [[m for m in wanted.prompt if m["role"] != "system"] for wanted in turns]
@@ -181,11 +180,7 @@ def test_a_model_has_its_own_name_before_those_of_any_glm_4v():
     [
         ({"n": 2}, "n", "n is 2, which this server does not support; expected 1"),
         ({"n": True}, "n", "n is true"),
-        (
-            {"logprobs": True},
-            "logprobs",
-            "is true, which this server does not support; expected no value",
-        ),
+        ({"logprobs": True}, "logprobs", "is true, which this server does not support"),
         ({"temperature": 1e-39}, "temperature", "is 1e-39; expected 0 (greedy), or at least 0.001"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_"),
         ({"top_q": 1}, "top_q", "top_q: this key is not supported; expected one of model, "),
@@ -200,7 +195,8 @@ def test_unsupported_options_are_refused(options, param, message, ask):
     assert message in answered["error"]["message"]
 
 
-A_PART = {"type": "text", "text": "a"}
+A_PART, PART = {"type": "text", "text": "a"}, "messages[1].content[0]"
+AN_IMAGE = about(data_url(CONTENT))[0]["content"][0]
 
 
 @pytest.mark.parametrize(
@@ -213,45 +209,23 @@ A_PART = {"type": "text", "text": "a"}
         ({"type": "reasoning", "summary": []}, "messages[1].type", '"reasoning"'),
         (USER | {"content": None}, "messages[1].content", "null; expected text"),
         (USER | {"content": " "}, "messages[1].content", "is empty"),
-        (USER | {"content": []}, "messages[1].content", "is empty"),
         (USER | {"content": 5}, "messages[1].content", "5"),
-        (
-            USER | {"train": False},
-            "messages[1].train",
-            "is not supported; expected only role and content",
-        ),
-        (USER | {"tools": [{}]}, "messages[1].tools", "is not supported"),
+        (USER | {"train": False}, "messages[1].train", "expected only role and content"),
         (SAID | {"tool_calls": [{"id": "a"}]}, "messages[1].tool_calls", "does not support"),
         (USER | {"content": ["a"]}, "messages[1].content[0]", '"a"; expected {"type": "text"'),
         (USER | {"content": [A_PART, {"type": "input_file"}]}, "messages[1].content[1].type", ""),
         (USER | {"content": [A_PART | {"text": 1}]}, "messages[1].content[0].text", "1"),
-        (
-            USER | {"content": [A_PART | {"train": 1}]},
-            "messages[1].content[0].train",
-            "not supported",
-        ),
-        (
-            USER | {"content": [{"type": "input_image", "file_id": "f"}]},
-            "messages[1].content[0]",
-            "the keys file_id",
-        ),
+        (USER | {"content": [A_PART | {"train": 1}]}, f"{PART}.train", "not supported"),
+        (USER | {"content": [{"type": "input_image", "file_id": "f"}]}, PART, "the keys file_id"),
         (USER | {"image": "/etc/passwd"}, "messages[1].image", "not an image"),
-        (
-            USER | {"content": [{"type": "image_url", "image_url": 5}]},
-            "messages[1].content[0].image_url",
-            "is 5; expected",
-        ),
+        (USER | {"content": [{"type": "image", "image": 5}]}, f"{PART}.image", "is 5; expected"),
         # No character, in places where it is not sent back as a value.
         (USER | {"\udc00": 1}, "messages[1].\\udc00", "half of a surrogate pair"),
         (USER | {"content": "\ud800"}, "messages[1].content", "half of a surrogate pair"),
         (USER | {"k" * 9999: 1}, f"messages[1].{'k' * 38}...{'k' * 38}", "is not supported"),
         (USER | {"content": "a <image>"}, "messages[1].content", "0 images"),
-        (SAID | {"content": about(data_url(CONTENT))[0]["content"]}, "messages[1].content", "user"),
-        (
-            USER | {"content": [A_PART, about(data_url(CONTENT))[0]["content"][0], A_PART]},
-            "messages[1].content",
-            "between texts",
-        ),
+        (SAID | {"content": [AN_IMAGE]}, "messages[1].content", "user"),
+        (USER | {"content": [A_PART, AN_IMAGE, A_PART]}, "messages[1].content", "between texts"),
     ],
 )
 def test_a_refusal_names_the_key_in_the_words_of_the_api(message, param, problem, ask, capsys):

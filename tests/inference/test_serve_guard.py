@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -30,6 +31,15 @@ IMAGE = data_url(png())
 FETCHED = png() + bytes(1000)
 INVALID = "invalid_request_error"
 POLICY = "content-security-policy"
+
+
+def protocol_of(app, existing: set | None = None, kind: type[Connection] = Connection):
+    """Return what makes connections of an application, eight at most, and their server's state."""
+    config = uvicorn.Config(track_requests(app), ws="none", lifespan="off")
+    config.load()
+    state = ServerState()
+    open_connections = set() if existing is None else existing
+    return partial(kind, open_connections, 8, {}, config=config, server_state=state), state
 
 
 async def echo(scope, receive, send) -> None:
@@ -113,12 +123,7 @@ def test_a_header_that_two_readers_could_read_differently_is_refused(name):
         (b"[1]", {}, 400, "is a JSON list; expected an object"),
         ({"prompt": "a\ud800"}, {}, 400, "prompt has '\\ud800', half of a surrogate pair"),
         ({"stop": ["\udfff"]}, {}, 400, "stop[0] has"),
-        (
-            b"a" * 10_001,
-            {"max_body_bytes": 10_000},
-            413,
-            "10001 bytes, and this server accepts 10000",
-        ),
+        (b"a" * 1001, {"max_body_bytes": 1000}, 413, "1001 bytes, and this server accepts 1000"),
         ({"messages": "c" * MAX_TEXT_BYTES}, {}, 413, "1,000,008 bytes of text"),
         ({"messages": "\u4e2d" * (MAX_TEXT_BYTES // 3)}, {}, 413, "1,000,007 bytes of text"),
         ({"messages": ["c" * 999_993]}, {}, 413, "1,000,001 bytes of text"),
@@ -242,9 +247,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
 
 def test_silent_connections_are_closed(monkeypatch):
     """400 of them, half-open and without a key, ended the service; in one burst, too."""
-    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.5)
-    config = uvicorn.Config(track_requests(Guard(echo, ServerLimits())), ws="none", lifespan="off")
-    config.load()
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1)
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     open_connections: set[Connection] = set()
     accepted: set[Connection] = set()
@@ -264,8 +267,8 @@ def test_silent_connections_are_closed(monkeypatch):
             super().connection_lost(exc)
 
     async def run() -> None:
-        state, loop = ServerState(), asyncio.get_running_loop()
-        make_protocol = lambda: Counted(open_connections, 8, {}, config=config, server_state=state)  # noqa: E731
+        loop = asyncio.get_running_loop()
+        make_protocol, state = protocol_of(Guard(echo, ServerLimits()), open_connections, Counted)
         listener = socket.create_server(("127.0.0.1", 0))
         server = await loop.create_server(make_protocol, sock=listener, backlog=2)
         listener.listen(100)
@@ -302,7 +305,7 @@ def test_silent_connections_are_closed(monkeypatch):
         for _ in range(3):  # one that is kept alive is heard again
             opened[-1][1].write(head % 2 + b"\r\n{}")
             assert b"200 OK" in await asyncio.wait_for(reader.read(500), 10)
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.55)
         server.close()
         for _, writer in opened:
             writer.close()
@@ -321,13 +324,8 @@ def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
         if (await receive())["type"] == "http.disconnect":
             ended.set()
 
-    config = uvicorn.Config(track_requests(endless), ws="none", lifespan="off")
-    config.load()
-
     async def run() -> None:
-        make_protocol = lambda: Connection(  # noqa: E731
-            set(), 8, {}, config=config, server_state=ServerState()
-        )
+        make_protocol, _ = protocol_of(endless)
         server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -345,16 +343,12 @@ def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monke
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    app, state, open_connections = Guard(until_it_is_gone, ServerLimits()), ServerState(), set()
-    config = uvicorn.Config(track_requests(app), ws="none", lifespan="off")
-    config.load()
+    app, open_connections = Guard(until_it_is_gone, ServerLimits()), set()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 2\r\n\r\n"
 
     async def run() -> None:
-        def make_protocol() -> Connection:
-            return Connection(open_connections, 8, {}, config=config, server_state=state)
-
+        make_protocol, state = protocol_of(app, open_connections)
         server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         readers = []
         for content in (b"{", b"{}"):
@@ -412,9 +406,8 @@ def test_an_image_that_must_not_be_read_is_refused_wherever_it_stands(url, limit
     ):
         content = [{"type": "text", "text": "a"}, {"type": "any", key: value}]
         for whole in ("messages", "input"):
-            status, body = ask(
-                {whole: [{"role": "user", "content": content}]}, ServerLimits(**limits)
-            )
+            messages = [{"role": "user", "content": content}]
+            status, body = ask({whole: messages}, ServerLimits(**limits))
             assert (status, body["error"]["code"]) == (400, code)
             place = f"{whole}[0].content[1].{key}" + ".url" * isinstance(value, dict)
             assert body["error"]["param"] == (whole if code == "too_many_images" else place)
@@ -440,9 +433,8 @@ def test_images_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
     assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_pixels=100))[0] == 200
     status, body = ask({"messages": about(*[large] * 5)}, ServerLimits(max_pixels=10**6))
-    assert (
-        status == 400 and "5 images in the messages have 5.0 megapixels" in body["error"]["message"]
-    )
+    assert status == 400
+    assert "5 images in the messages have 5.0 megapixels" in body["error"]["message"]
     assert ask({"messages": about(*[small] * 3)}, ServerLimits(max_images=3))[0] == 200
     assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_images=3))[0] == 400
 
@@ -483,9 +475,8 @@ def test_nothing_is_fetched_from_a_private_network(shop):
 def test_images_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop, monkeypatch):
     port, requests = shop
     url = f"http://shop.example:{port}/a.png"
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", port))]
-    )
+    address = (2, 1, 6, "", ("127.0.0.1", port))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address])
     monkeypatch.setattr(fetching, "is_public", lambda address: True)
     status, handed_on = ask({"messages": about(url)}, ServerLimits(allow_urls=True))
     assert status == 200 and requests == ["/a.png"]

@@ -1,28 +1,29 @@
-"""``hub_upload/space``: the folder of a Space, started as its image starts it."""
+"""``hub_upload/space``: the program and the card of a Space."""
 
 import re
+import runpy
 import sys
-import urllib.request
 from pathlib import Path
 
-import openai
 import yaml
+from starlette.testclient import TestClient
 
-from tests.helpers.processes import serving
-from tests.helpers.serving import about, data_url, png
+from tests.helpers.serving import CHAT, about, data_url, png
 
 SPACE = Path(__file__).resolve().parents[2] / "hub_upload" / "space"
 
 
-def test_the_space_shows_its_page_to_everybody_and_answers(files, tmp_path):
-    command = [sys.executable, str(SPACE / "app.py"), str(files.model), "0"]
-    with serving(command, r"the page is (\S+)/", tmp_path / "log") as (url, _):
-        page = urllib.request.urlopen(url, timeout=60)
-        assert "x-frame-options" not in page.headers
-        assert "frame-ancestors https://huggingface.co" in page.headers["content-security-policy"]
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="null", max_retries=0, timeout=60)
-        reply = client.chat.completions.create(model="demo", messages=about(data_url(png())))
-        assert reply.usage.completion_tokens > 0
+def test_the_space_shows_its_page_to_everybody_and_answers(files, served, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["app.py", str(files.model), "0"])
+    runpy.run_path(str(SPACE / "app.py"), run_name="__main__")
+    with TestClient(served.pop(), "https://any.hf.space") as client:
+        assert "the page is http://127.0.0.1:" in capsys.readouterr().out
+        headers = client.get("/").headers
+        assert "x-frame-options" not in headers
+        assert "frame-ancestors https://huggingface.co" in headers["content-security-policy"]
+        body = {"model": "demo", "messages": about(data_url(png()))}
+        reply = client.post(CHAT, json=body, headers={"Authorization": "Bearer null"}).json()
+        assert reply["usage"]["completion_tokens"] > 0
 
 
 def test_the_card_names_the_port_that_the_page_has():

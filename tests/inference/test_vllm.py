@@ -42,9 +42,8 @@ def executed(monkeypatch, tmp_path) -> list:
     program.touch()
     commands: list = []
     plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.PLUGIN_GROUP)
-    monkeypatch.setattr(
-        vllm, "entry_points", lambda group: [plugin] if group == vllm.PLUGIN_GROUP else []
-    )
+    installed = {vllm.PLUGIN_GROUP: [plugin]}
+    monkeypatch.setattr(vllm, "entry_points", lambda group: installed.get(group, []))
     monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
     monkeypatch.setattr(questions, "place_processes", lambda processes, device: None)
     monkeypatch.setattr(serve, "open_listener", lambda host, port: open(os.devnull))  # noqa: SIM115
@@ -236,9 +235,8 @@ def test_positions_are_those_of_the_model(parts, inner):
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = PromptFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
-    expanded = expand_image_placeholders(
-        InputBatch(torch.tensor([row])), form, num_images=len(images)
-    )
+    batch = InputBatch(torch.tensor([row]))
+    expanded = expand_image_placeholders(batch, form, num_images=len(images))
     assert expanded.input_ids[0].tolist() == row
     assert shared_positions(len(row), images).tolist() == expanded.position_ids[0].tolist()
 
@@ -249,9 +247,7 @@ def test_the_entry_point_and_the_model_that_it_names_are_there():
     module, _, name = vllm_plugin.MODEL_CLASS.partition(":")
     assert f"class {name}(" in Path(importlib.util.find_spec(module).origin).read_text()
     # The extra asks for what was tested.
-    oldest, newest = [
-        part.split(".") for part in (vllm_plugin.OLDEST_VLLM, vllm_plugin.NEWEST_VLLM)
-    ]
+    oldest, newest = vllm_plugin.OLDEST_VLLM.split("."), vllm_plugin.NEWEST_VLLM.split(".")
     above = f"{newest[0]}.{int(newest[1]) + 1}"
     assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm>={'.'.join(oldest[:2])},<{above}"]
 
@@ -284,13 +280,8 @@ def test_all_incompatible_names_are_reported_with_version_and_cure(fake, words):
     glm4v.GLM4VForCausalLM.compute_logits = taking("grid")
     del glm4v.GLM4VProcessingInfo, fake["vllm.multimodal"].MULTIMODAL_REGISTRY
     del glm4v.GLM4VMultiModalProcessor
-    moved = (
-        *vllm_plugin._PROMPT_HOOKS,
-        "GLM4VProcessingInfo",
-        "MULTIMODAL_REGISTRY",
-        "takes (grid)",
-        vllm_plugin.NEWEST_VLLM,
-    )
+    moved = [*vllm_plugin._PROMPT_HOOKS, "GLM4VProcessingInfo", "MULTIMODAL_REGISTRY"]
+    moved += ["takes (grid)", vllm_plugin.NEWEST_VLLM]
     with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
 
@@ -322,10 +313,10 @@ def test_vllm_will_ask_the_model_for_positions(fake):
 def test_vllm_rotates_as_the_config_says(fake, logged, words):
     register()
     vllm_plugin.logger.setLevel("INFO")
-    for fields, expected in (({}, True), ({"original_rope": True}, True)):
+    for fields in ({}, {"original_rope": True}):
         model = settings(**fields)
         SharedPositions.verify_and_update_model_config(model)
-        assert model.hf_config.original_rope is expected and "by halves" not in logged.text
+        assert model.hf_config.original_rope is True and "by halves" not in logged.text
     SharedPositions.verify_and_update_model_config(settings(original_rope=False))
     assert "by halves" in logged.text
     for value in ("false", "true", 0, None):
@@ -349,12 +340,9 @@ def test_image_tokens_are_not_generated_as_in_our_model():
     for fill in (None, 7):
         model = tiny_model(image_token_id=fill)
         assert vllm_plugin.never_generated_ids(model.config) == model._image_token_ids()
-        published = vars(model.config) | {}
-        published.pop("image_token_id")
-        assert (
-            vllm_plugin.never_generated_ids(SimpleNamespace(**published))
-            == model._image_token_ids()[:2]
-        )
+        published = SimpleNamespace(**vars(model.config))
+        del published.image_token_id
+        assert vllm_plugin.never_generated_ids(published) == model._image_token_ids()[:2]
 
 
 def test_expanded_prompts_of_our_processor_are_collapsed_for_vllm():

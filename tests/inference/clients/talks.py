@@ -35,72 +35,78 @@ def parts_of(text: str, image: bytes | None) -> str | list[dict[str, Any]]:
     return [image_part, {"type": "text", "text": text}] if image_part else text
 
 
-def openai_chat(url: str, key: str) -> Callable:
-    import openai
+def by_messages(complete: Callable[..., tuple[str, dict]]) -> Callable:
+    """Ask with all messages so far.
 
-    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    Args:
+        complete: Takes the messages, and whether and where the answer is streamed and stopped;
+            returns the answer's text and its message.
+    """
     messages: list[dict] = []
 
     def ask(text, image=None, stream=False, stop=None):
         messages.append({"role": "user", "content": parts_of(text, image)})
-        arguments = {"model": MODEL, "messages": messages, "stop": stop}
-        if stream:  # not .stream(), which raises where an answer is cut
-            chunks = client.chat.completions.create(**arguments, stream=True)
-            answer_text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            messages.append({"role": "assistant", "content": answer_text})
-            return answer_text
-        message = client.chat.completions.create(**arguments).choices[0].message
-        messages.append(message.model_dump())
-        return message.content
+        answer_text, message = complete(messages, stream, stop)
+        messages.append(message)
+        return answer_text
 
     return ask
 
 
-def openai_responses(url: str, key: str) -> Callable:
-    """By ``previous_response_id``, which needs the default ``store: true``."""
+def joined(chunks) -> tuple[str, dict]:
+    """Return the text of streamed chunks, and a message of it."""
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return text, {"role": "assistant", "content": text}
+
+
+def openai_chat(url: str, key: str) -> Callable:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-    last = openai.omit
+
+    def complete(messages, stream, stop):
+        # Not .stream(), which raises where an answer is cut.
+        arguments = {"model": MODEL, "messages": messages, "stop": stop, "stream": stream}
+        reply = client.chat.completions.create(**arguments)
+        if stream:
+            return joined(reply)
+        message = reply.choices[0].message
+        return message.content, message.model_dump()
+
+    return by_messages(complete)
+
+
+def openai_responses(url: str, key: str, store: bool = True) -> Callable:
+    """By ``previous_response_id``, which needs the default ``store: true``; or by what the
+    responses held, sent back."""
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    last, items = openai.omit, []
 
     def ask(text, image=None, stream=False, stop=None):
         nonlocal last
         content: list[dict] = [{"type": "input_text", "text": text}]
         if image:
             content.insert(0, {"type": "input_image", "image_url": data_url(image)})
-        arguments = {"model": MODEL, "input": [{"role": "user", "content": content}]}
-        arguments |= {"previous_response_id": last, "extra_body": {"stop": stop}}
+        if store:
+            items.clear()
+        items.append({"role": "user", "content": content})
+        arguments: dict[str, Any] = {"model": MODEL, "input": items, "extra_body": {"stop": stop}}
+        arguments |= {"previous_response_id": last} if store else {"store": False}
         response = client.responses.create(**arguments, stream=stream)
         if stream:
             *_, last_event = response
             response = last_event.response
         last = response.id
+        items.extend(response.output)
         return response.output_text
 
     return ask
 
 
 def openai_responses_not_stored(url: str, key: str) -> Callable:
-    """By what the responses held, sent back."""
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-    items: list = []
-
-    def ask(text, image=None, stream=False, stop=None):
-        content: list[dict] = [{"type": "input_text", "text": text}]
-        if image:
-            content.insert(0, {"type": "input_image", "image_url": data_url(image)})
-        items.append({"role": "user", "content": content})
-        arguments = {"model": MODEL, "input": items, "store": False, "extra_body": {"stop": stop}}
-        response = client.responses.create(**arguments, stream=stream)
-        if stream:
-            *_, last_event = response
-            response = last_event.response
-        items.extend(response.output)
-        return response.output_text
-
-    return ask
+    return openai_responses(url, key, store=False)
 
 
 def huggingface_hub(url: str, key: str) -> Callable:
@@ -108,21 +114,15 @@ def huggingface_hub(url: str, key: str) -> Callable:
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(base_url=url, api_key=key)
-    messages: list = []
 
-    def ask(text, image=None, stream=False, stop=None):
-        messages.append({"role": "user", "content": parts_of(text, image)})
+    def complete(messages, stream, stop):
         reply = client.chat_completion(messages, stream=stream, stop=stop)
         if stream:
-            answer_text = "".join(
-                chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices
-            )
-        else:
-            answer_text = reply.choices[0].message.content
-        messages.append({"role": "assistant", "content": answer_text})
-        return answer_text
+            return joined(reply)
+        text = reply.choices[0].message.content
+        return text, {"role": "assistant", "content": text}
 
-    return ask
+    return by_messages(complete)
 
 
 def _pydantic_ai(model: Any) -> Callable:
@@ -216,22 +216,15 @@ def langchain_openai_responses(url: str, key: str) -> Callable:
 def litellm(url: str, key: str) -> Callable:
     from litellm import completion, stream_chunk_builder
 
-    messages: list = []
+    to_server = {"model": f"openai/{MODEL}", "api_base": url, "api_key": key}
 
-    def ask(text, image=None, stream=False, stop=None):
-        messages.append({"role": "user", "content": parts_of(text, image)})
-        arguments = {
-            "model": f"openai/{MODEL}",
-            "messages": messages,
-            "api_base": url,
-            "api_key": key,
-        }
-        reply = completion(**arguments, stream=stream, stop=stop)
+    def complete(messages, stream, stop):
+        reply = completion(**to_server, messages=messages, stream=stream, stop=stop)
         reply = stream_chunk_builder([*reply]) if stream else reply
-        messages.append(reply.choices[0].message.model_dump())
-        return reply.choices[0].message.content or ""
+        message = reply.choices[0].message
+        return message.content or "", message.model_dump()
 
-    return ask
+    return by_messages(complete)
 
 
 def llama_index(url: str, key: str) -> Callable:
