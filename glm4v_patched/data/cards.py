@@ -27,6 +27,7 @@ KNOWN_CONFIG_KEYS += ["columns", "field"]
 """Keys of a subset's config that choose files, or that do not affect how files are read here."""
 # A file of a split by the Hub's naming, such as data/train-00000-of-00004.parquet.
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+NUMBERED_RE = re.compile(r"(.*)-(\d{5})-of-(\d{5})[^/]*(\.[^/.]*)")
 YAML_TRUE = ("true", "True", "TRUE")
 # For each split, the words in names of files and folders that show it.
 SPLIT_KEYWORDS = {
@@ -69,6 +70,7 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
     if config.get("data_files") is None:
         splits = _splits_by_name(files)
         split_files = splits[choose_split(folder, splits, split)]
+        _check_shards(folder, split_files)
     else:
         where = f"{where}: data_files"
         patterns = _patterns_of_config(where, config["data_files"])
@@ -186,10 +188,30 @@ def _files_of_patterns(
                     f"at most {MAX_COMPARISONS:,} comparisons: write fewer patterns"
                 )
             matching = find_matching_files(files, pattern)
+            _check_shards(folder, matching)
         if not matching:
             raise ValueError(_describe_unknown_file(folder, where, pattern))
         chosen |= dict.fromkeys(matching)
     return [*chosen]
+
+
+def _check_shards(folder: Folder, files: list[str]) -> None:
+    """Raise ``ValueError`` if names such as a-00000-of-00002.parquet show that a file is missing.
+
+    Without this check, a download that was interrupted would lose rows silently.
+    """
+    present: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        if match := NUMBERED_RE.fullmatch(file):
+            present.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (name, total, suffix), numbers in present.items():
+        missing = next((k for k in range(int(total)) if k not in numbers), None)
+        if missing is not None:
+            raise ValueError(
+                f"{folder.path} has {len(numbers)} of {int(total)} files of {name}: "
+                f"{name}-{missing:05}-of-{total}{suffix} is missing; download the data set again, "
+                "or name the files that you want in the recipe itself"
+            )
 
 
 def _expect_text(value: Any, where: str) -> str:

@@ -773,3 +773,19 @@ def test_arrow_that_is_cut_between_batches_is_refused(tmp_path, kind):
     (tmp_path / "a.arrow").write_bytes(sink.getvalue()[:end_of_batches])
     with pytest.raises(ValueError, match=f"a.arrow ends at byte {end_of_batches:,} without"):
         read(tmp_path / "a.arrow")
+
+
+@pytest.mark.parametrize("card", [None, "data/train-*"])
+@pytest.mark.parametrize("hashes", [("", ""), ("-1a2b", "-3c4d")])  # older names have hashes
+def test_a_folder_with_a_missing_shard_is_refused(tmp_path, card, hashes):
+    (tmp_path / "data").mkdir()
+    for number, ending in enumerate(hashes):
+        name = f"train-{number:05}-of-00002{ending}.jsonl"
+        write_rows(tmp_path / "data" / name, turns(f"row {number}"))
+    write_rows(tmp_path / "data" / "test-00001-of-00002.jsonl", turns("of another split"))
+    if card:
+        readme(tmp_path, of_config(data_files=card))
+    assert len(read(tmp_path)) == 2
+    (tmp_path / f"data/train-00000-of-00002{hashes[0]}.jsonl").unlink()
+    with pytest.raises(ValueError, match="1 of 2 files of data/train: .*-00000-of-00002.jsonl is"):
+        read(tmp_path)
