@@ -193,7 +193,8 @@ def load(auto, folder, **options):
     assert type(part).__module__.startswith("transformers_modules."), (auto, type(part))
     return part
 
-assert load("AutoModel", "model", attn_implementation="eager").config._attn_implementation == "eager"
+model = load("AutoModel", "model", attn_implementation="eager")
+assert model.config._attn_implementation == "eager"
 for auto in "AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM":
     folder = "published" if auto == "AutoModel" else "model"
     model = load(auto, folder).eval()
