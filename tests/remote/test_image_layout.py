@@ -38,8 +38,12 @@ def test_sequences_that_expand_differently_need_no_mask():
     assert expanded.labels.tolist() == [*labels], "padding and images are not supervised"
 
 
-def test_an_image_takes_three_position_ids_and_the_last_one_may_be_used():
-    """Other position ids are tested in test_batch_invariance.py."""
+def test_an_image_takes_three_position_ids_and_the_last_one_may_be_used(image):
+    row = [*text(2), *image, *image, *text(2)]
+    want = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 9]])
+    assert torch.equal(expand(row, position_ids=torch.arange(len(row))[None]).position_ids, want)
+    if FILL in image:  # those that are shared already stay
+        assert torch.equal(expand(row, position_ids=want + 20).position_ids, want + 20)
     assert expand([*expanded_image(), *text(125)]).position_ids.max() == 127
     assert expand(text(128)).last_position == 127
 
