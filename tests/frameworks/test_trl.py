@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 NUMBER = 4
 BETA = 0.3
+SMOOTH = 0.2
 NEW = 6  # tokens of a generated answer
 ONCE = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": NUMBER}
 ONCE |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False}
@@ -208,9 +209,6 @@ def test_conversations_for_the_tokenizer_end_with_what_to_give(task, name, tmp_p
         message = "unhashable type: 'list'"
     with pytest.raises((ValueError, TypeError), match=message):
         first_step(name, task.model(1), case, data, tmp_path, max_length=None)
-
-
-SMOOTH = 0.2
 
 
 @WITH_PROCESSOR
