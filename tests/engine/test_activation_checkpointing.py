@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
-from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, shallow_model, text, tiny_model
 
 LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LAYERS = 2  # of each tower
@@ -37,10 +37,9 @@ class OperatorCounter(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-def train_once(tower, language, layers=LAYERS, compiled=False):
+def train_once(tower, language, make=tiny_model, compiled=False):
     """Return loss, gradients, and the operators of the backward pass if it is not compiled."""
-    torch.manual_seed(0)
-    model = tiny_model(num_layers=layers).train()
+    model = make().train()
     checkpoint_layers(model, tower, language)
     if compiled:
         torch._dynamo.reset()
@@ -91,8 +90,8 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(monkeypatch):
     kernels, and layers with adapters, are in tests/distributed/test_recipe_choices.py."""
     backend = "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    loss, gradients, _ = train_once("none", "none", layers=1)
-    other_loss, others, _ = train_once("attention", "selective", layers=1, compiled=True)
+    loss, gradients, _ = train_once("none", "none", shallow_model)
+    other_loss, others, _ = train_once("attention", "selective", shallow_model, compiled=True)
     torch.testing.assert_close(other_loss, loss, atol=1e-5, rtol=0)
     assert gradients.keys() == others.keys()
     for name in gradients:

@@ -25,8 +25,7 @@ from glm4v_patched.engine.kernels.fp8_matmul import (
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
-from tests.helpers.cogagent import permuted
-from tests.helpers.fp8 import FP8_ALONE, PLAIN, apart, build, emulated, layer, passes
+from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_config
 
 # Outputs are rounded to bf16: a relative error of 0.0017 on random data. With other operands it
@@ -143,13 +142,12 @@ def test_compiled_code_saves_no_quantized_weight_for_backward(stored):
     assert apart(gradient, x.grad.double()) < 0.02
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @both_kinds
-def test_compiled_code_loses_no_gradient(stored, dtype):
+def test_compiled_code_loses_no_gradient(stored):
     """torch 2.11's compiler loses it if a Function's output is cast to the dtype that it has."""
     torch._dynamo.reset()
     linear = layer(stored)
-    x, out_grad = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
+    x, out_grad = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
     expected = passes(linear, x, out_grad)
     linear.forward = torch.compile(linear.forward, backend="aot_eager")
     results = passes(linear, x, out_grad)
@@ -164,6 +162,8 @@ def test_inputs_are_cast_under_autocast(stored):
     with torch.autocast("cpu", torch.bfloat16):
         out, expected = linear(x), linear(x.bfloat16())
     assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
+    assert linear(x).dtype is torch.float32, "without autocast the output has the input's dtype"
+    assert linear(x).dtype is torch.float32, "without autocast the output has the input's dtype"
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -241,24 +241,6 @@ def test_the_gradients_of_a_model_are_near_those_of_bf16(trained):
     assert 0.01 < gradient_error(fp8_gradients, gradients) < 0.2
 
 
-def test_a_cogagent_in_fp8_computes_what_its_permuted_weights_compute():
-    """Each row of a weight has a scale of its own, so quantized rows are permuted like others."""
-    glm4v, cogagent = build().eval(), build().eval()
-    cogagent.load_state_dict(permuted(glm4v.state_dict(), glm4v.config))
-    cogagent.config.original_rope = False
-    inputs = {"input_ids": torch.tensor([[*text(9), *expanded_image(), *text(5)]])}
-    outputs = []
-    with torch.no_grad():
-        exact = glm4v(**inputs, pixel_values=random_pixels(1)).logits
-        for model in (glm4v, cogagent):
-            use_implementations(model.requires_grad_(False), FP8_ALONE)
-            outputs.append(model(**inputs, pixel_values=random_pixels(1)).logits)
-        cogagent.config.original_rope = True
-        other = cogagent(**inputs, pixel_values=random_pixels(1)).logits
-    difference = apart(outputs[1], outputs[0])
-    assert difference < 0.5 * apart(outputs[0], exact) < 0.5 * apart(other, outputs[0])
-
-
 class ProductCounter(TorchDispatchMode):
     products = 0
 
@@ -270,7 +252,7 @@ class ProductCounter(TorchDispatchMode):
 @pytest.mark.parametrize("trained", ["lora_all", "full"])
 def test_policies_give_the_same_gradients_and_save_fp8_products_like_others(trained):
     results = {}
-    for policy in ("none", "linear", "selective", "every 2", "full"):
+    for policy in ("none", "linear", "selective", "full"):
         options = replace(PLAIN, trained=trained, tower=policy, language=policy)
         with ProductCounter() as counter:
             loss, gradients, _ = step(options)
@@ -280,7 +262,7 @@ def test_policies_give_the_same_gradients_and_save_fp8_products_like_others(trai
         assert torch.equal(loss, plain_loss) and gradients.keys() == plain.keys()
         assert all(torch.equal(gradients[name], plain[name]) for name in gradients)
     recomputed = {policy: count - products for policy, (_, _, count) in results.items()}
-    assert recomputed == {"none": 0, "linear": 0, "selective": 8, "every 2": 6, "full": 12}
+    assert recomputed == {"none": 0, "linear": 0, "selective": 8, "full": 12}
 
 
 def test_gradients_are_the_same_with_and_without_stored_transposed_weights():
@@ -352,8 +334,9 @@ def test_a_frozen_tower_quantizes_in_gelu_and_computes_the_same(monkeypatch):
             mlps[0].fc1.bias.fill_(0.5)
             x = torch.randn(1, 5, mlps[0].fc1.in_features, generator=torch.manual_seed(0))
             outputs.append(mlps[0](x.bfloat16()).float())
-            compiled = torch.compile(mlps[0].forward, backend="aot_eager", fullgraph=True)
-            assert torch.equal(compiled(x.bfloat16()).float(), outputs[-1])
+            if fused:
+                compiled = torch.compile(mlps[0].forward, backend="aot_eager", fullgraph=True)
+                assert torch.equal(compiled(x.bfloat16()).float(), outputs[-1])
     # fc2's input is not rounded to bf16 before it is quantized.
     assert outputs[1].norm() > 0 and (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.03
 

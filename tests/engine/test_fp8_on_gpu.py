@@ -52,18 +52,10 @@ def test_products_and_gradients_are_near_those_of_fp64(name, rows, stored):
     print(name, *(f"{error:.4f}" for error in errors))
     assert 0.01 < errors[0] < MAX_FP8_ERROR and 0.01 < errors[1] < MAX_FP8_ERROR
     assert all(error < MAX_BF16_ERROR for error in errors[2:])
-
-
-@pytest.mark.parametrize("rows", [1, 33, 65, 100, 300])
-@pytest.mark.parametrize("name", LAYER_SHAPES)
-def test_inference_products_are_near_those_of_fp64(name, rows):
-    into, out = LAYER_SHAPES[name]
-    linear = layer(True, into, out, device="cuda")
-    weight = layer(False, into, out, device="cuda").weight.detach().double()
-    x = torch.randn(rows, into, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        out = linear(x)
-    assert 0.01 < apart(out, x.double() @ weight.t() + linear.bias.double()) < MAX_FP8_ERROR
+    for few in (1, 33, 65, 100, rows):  # without gradients, few rows are products of other kernels
+        with torch.no_grad():
+            result = linear(x.flatten(0, 1)[:few])
+        assert 0.01 < apart(result, exact[0].flatten(0, 1)[:few]) < MAX_FP8_ERROR
 
 
 @both_kinds

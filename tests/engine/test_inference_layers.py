@@ -91,16 +91,8 @@ def test_inference_layers_with_reference_kernels_compute_the_same_logits(
     monkeypatch, weights, neighbors, has_skinny_gemm
 ):
     """With the reference kernels, in prefill and in decode steps."""
-    model, ids = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
+    model, ids = inference_model(monkeypatch, weights), text(20) + expanded_image() + text(4)
     model.config.original_rope = neighbors
-    for module in model.modules():  # initially ones or zeros, which would hide mix-ups
-        if isinstance(module, (nn.LayerNorm, RMSNorm)):
-            nn.init.normal_(module.weight)
-        if getattr(module, "bias", None) is not None:
-            nn.init.normal_(module.bias)
-    if weights == "fp8":
-        monkeypatch.setattr(fp8, "_allow_cpu", True)
-        use_implementations(model, FP8_ALONE)
 
     def logits() -> list[torch.Tensor]:
         cache = StaticCache(config=model.config, max_cache_len=64)
@@ -116,9 +108,7 @@ def test_inference_layers_with_reference_kernels_compute_the_same_logits(
     layers = model.config.num_layers
     with torch.no_grad():
         expected = logits()
-        calls = put_in_the_place_of_kernels(monkeypatch, model, has_skinny_gemm)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-        use_implementations(model, ModelUsage.inference())
+        calls = use_reference_kernels(monkeypatch, model, has_skinny_gemm)
         assert INFERENCE_CLASSES - {*map(type, model.modules())} <= {
             GUARDED_CLASSES[InferenceTowerMLP]
         }
@@ -139,6 +129,11 @@ def test_inference_layers_with_reference_kernels_compute_the_same_logits(
 def inference_model(monkeypatch, weights: str | None = None) -> Any:
     """Build a model in bf16 or fp8, without the inference layers."""
     model = build().eval().requires_grad_(False)
+    for module in model.modules():  # initially ones or zeros, which would hide mix-ups
+        if isinstance(module, (nn.LayerNorm, RMSNorm)):
+            nn.init.normal_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.normal_(module.bias)
     if weights == "fp8":
         monkeypatch.setattr(fp8, "_allow_cpu", True)
         use_implementations(model, FP8_ALONE)
@@ -155,10 +150,12 @@ def decode(model: nn.Module) -> torch.Tensor:
     return torch.cat((prompt, step), dim=1)
 
 
-def use_reference_kernels(monkeypatch, model: nn.Module) -> None:
-    put_in_the_place_of_kernels(monkeypatch, model, True)
+def use_reference_kernels(monkeypatch, model: nn.Module, has_skinny_gemm=True) -> list[str]:
+    """Return a list that gets the name of each kernel called."""
+    calls = put_in_the_place_of_kernels(monkeypatch, model, has_skinny_gemm)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     use_implementations(model, ModelUsage.inference())
+    return calls
 
 
 NORMS = "input_layernorm", "post_attention_layernorm"

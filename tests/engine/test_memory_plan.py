@@ -347,7 +347,7 @@ def test_model_state_bytes_per_weight_by_stage_optimizer_and_offload():
 def test_more_memory_never_means_more_recomputation_and_the_decision_fits_if_any_does(trained):
     flops = []
     smallest = estimate_peak_bytes(REAL, make_decided(trained, live=5e8), TWO_SEQUENCES)
-    for free in (16, 24.5, 48, 80, 141, 288):
+    for free in (16, 48, 288):
         options = decide_for(make_options(trained), free)
         size = estimate_peak_bytes(REAL, options, TWO_SEQUENCES)
         assert size < (free - 2) * GIB or size == smallest
@@ -369,7 +369,7 @@ def test_explicit_policies_are_kept_and_all_weights_stay_gathered_if_they_fit():
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 3])
 def test_everything_is_recomputed_and_nothing_compiled_without_a_gpu(trained, layers):
     """Also with a single layer, where all policies have about the same peak."""
     options = EngineOptions(trained=trained, zero_stage=0 if trained == "qlora" else 3)
@@ -388,10 +388,10 @@ def test_everything_is_recomputed_and_nothing_compiled_without_a_gpu(trained, la
     ],
 )
 def test_layers_are_compiled_if_that_pays(steps, free, trained, compiled):
-    options = make_options(trained, compile="auto", zero_stage=0 if trained == "qlora" else 3)
-    assert decide_for(options, free, steps).compile == compiled
-    for explicit in (True, False):
-        assert decide_for(replace(options, compile=explicit), free, steps).compile == explicit
+    stage = 0 if trained == "qlora" else 3
+    for setting, decision in (("auto", compiled), (True, True), (False, False)):
+        options = make_decided(trained, compile=setting, zero_stage=stage)
+        assert decide_for(options, free, steps).compile == decision
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_layers_are_compiled_if_that_pays(steps, free, trained, compiled):
     ],
 )
 def test_the_optimizer_is_offloaded_if_possible_and_necessary(free, options, offloads):
-    assert decide_for(make_options(offload="auto", **options), free).offload is offloads
+    assert decide_for(make_decided(offload="auto", **options), free).offload is offloads
 
 
 def test_free_gpu_memory_is_the_minimum_over_processes(monkeypatch):

@@ -7,6 +7,7 @@ image. *Swapped*: each question is asked again with another image, to which the 
 import json
 import os
 import sys
+from collections.abc import Iterable
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -20,7 +21,7 @@ from glm4v_patched.demo.images import COLORS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks.any_trainer_script import Collator
-from tests.frameworks.results_table import Missed, Row
+from tests.frameworks.results_table import Missed
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 
@@ -267,7 +268,7 @@ def judged(folder: Path, model: str, conversations: Conversations) -> tuple[floa
     (folder / "requests.json").write_text(json.dumps(requests))
     succeed(folder, sys.executable, JUDGE, "requests.json", "answers.json")
     right, swap = (
-        mean(a["content"] == text for (_, a), text in zip(conversations, answers, strict=True))
+        share(a["content"] == text for (_, a), text in zip(conversations, answers, strict=True))
         for answers in json.loads((folder / "answers.json").read_text())
     )
     return right, swap
@@ -277,7 +278,7 @@ def preferences(folder: Path, model: str, *sets: list[tuple]) -> list[float]:
     """Return for each set of pairs how often a saved model prefers the first answer."""
     (folder / "asked.json").write_text(json.dumps(sets))
     succeed(folder, sys.executable, PREFERENCE_JUDGE, model, "asked.json", "preferred.json")
-    return [mean(preferred) for preferred in json.loads((folder / "preferred.json").read_text())]
+    return [share(preferred) for preferred in json.loads((folder / "preferred.json").read_text())]
 
 
 def history(folder: Path, name: str) -> list[float]:
@@ -294,7 +295,7 @@ def history(folder: Path, name: str) -> list[float]:
 
 
 def measure(
-    kind: str, folder: Path, saved: str, conversations: Conversations, done: Row, logged: str
+    kind: str, folder: Path, saved: str, conversations: Conversations, done: dict, logged: str
 ) -> None:
     """Evaluate the model that a job saved in the folder ``saved`` of ``folder``, and fill its row.
 
@@ -309,25 +310,34 @@ def measure(
     right, swapped = (0.8, 0.2) if kind == "reward" else (0.9, 0.1)
     if kind == "reward":
         values = history(folder, logged or "reward")
-        done.reward = values[0], sum(values[-5:]) / 5
-        require("first reward", done.reward[0], at_most=0.3)
-        require("last rewards", done.reward[1], at_least=0.8)
+        done["reward"] = first, last = rounded(values[0]), rounded(mean(values[-5:]))
+        require("first reward", first, at_most=0.3)
+        require("last rewards", last, at_least=0.8)
     else:
         values = history(folder, "loss")
-        done.loss = values[0], values[-1]
+        done["loss"] = rounded(values[0]), rounded(values[-1])
         require("last loss", values[-1], at_most=0.6 * values[0])
     if kind in ("answers", "reward"):
-        done.right, done.swapped = judged(folder, saved, conversations)
+        done["right"], done["swapped"] = judged(folder, saved, conversations)
     elif kind == "preferences":
         pairs = pairs_of(conversations)
-        done.right, done.swapped = preferences(folder, saved, pairs, with_other_images(pairs))
+        others = with_other_images(pairs)
+        done["right"], done["swapped"] = preferences(folder, saved, pairs, others)
     else:
         pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
-        [done.right] = preferences(folder, saved, pairs)
-    done.reloaded = True
-    require("right", done.right, at_least=right)
-    if done.swapped is not None:
-        require("swapped", done.swapped, at_most=swapped)
+        [done["right"]] = preferences(folder, saved, pairs)
+    done["reloaded"] = True
+    require("right", done["right"], at_least=right)
+    if done["swapped"] is not None:
+        require("swapped", done["swapped"], at_most=swapped)
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def share(are_right: Iterable[bool]) -> float:
+    return round(mean(are_right), 3)
 
 
 def require(name: str, value: float, at_least: float = -inf, at_most: float = inf) -> None:

@@ -278,14 +278,12 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
-    parser.add_argument("--code", default="", help="run methods whose code contains this")
     parser.add_argument("--folder", type=Path, help="folder in which the tiny model is kept")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
     options = parser.parse_args()
     if unknown := {*options.packages} - {*PACKAGES}:
         parser.error(f"no methods of {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
-    chosen = [m for m in METHODS if m.package in options.packages and options.code in m.call]
+    chosen = [method for method in METHODS if method.package in options.packages]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).absolute()
         if chosen and not (folder / "rows.json").exists():
@@ -294,7 +292,7 @@ def main() -> None:
         for method in chosen:
             row = run(method, folder)
             print(method.call, outcome(row), sep=": ", flush=True)
-            put_rows(options.out, [row], key=key, order=position)
+            put_rows(RESULTS, [row], key=key, order=position)
     if options.page:
         PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read_rows(RESULTS))))
 

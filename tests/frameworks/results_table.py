@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -28,45 +27,26 @@ class Missed(AssertionError):
     """A job ran to its end and learned too little; the message is its row's outcome."""
 
 
-@dataclass(kw_only=True)
-class Row:
-    """One job; right and swapped as drawn_task.py has them."""
-
-    system: str
-    job: str
-    command: str
-    """What a reader types, or the class that a script uses."""
-    version: str = ""
-    transformers: str = ""
-    torch: str = ""
-    outcome: str = "works"
-    loss: tuple[float, float] | None = None
-    """The first and the last."""
-    reward: tuple[float, float] | None = None
-    """The means of the first and of the last steps of online training."""
-    right: float | None = None
-    swapped: float | None = None
-    reloaded: bool | None = None
-    """Whether what was saved was loaded by a process without this package."""
-    seconds: float = 0.0
-    date: str = ""
-    note: str = ""
-
-    def as_json(self) -> dict:
-        fields = asdict(self) | {"seconds": round(self.seconds)}
-        for name in ("loss", "reward"):
-            fields[name] = fields[name] and [float(f"{value:.3g}") for value in fields[name]]
-        for name in ("right", "swapped"):
-            fields[name] = None if fields[name] is None else round(fields[name], 3)
-        return fields
+# What a job measures; right and swapped as drawn_task.py has them.
+UNMEASURED = {
+    "outcome": "works",
+    "loss": None,  # the first and the last
+    "reward": None,  # the means of the first and of the last steps of online training
+    "right": None,
+    "swapped": None,
+    "reloaded": None,  # whether a process without this package loaded what was saved
+    "seconds": 0,
+    "date": "",
+    "note": "",
+}
 
 
 @contextmanager
-def job(system: str, name: str, command: str, package: str) -> Iterator[Row]:
-    """Run a job and write its row, also if it fails; its :class:`Row` is to be filled."""
+def job(system: str, name: str, command: str, package: str) -> Iterator[dict]:
+    """Run a job and write its row, also if it fails; yield the row, which is to be filled."""
     names = {"version": package, "transformers": "transformers", "torch": "torch"}
     versions = {field: installed(name) or "not installed" for field, name in names.items()}
-    row = Row(system=system, job=name, command=command, **versions)
+    row = {"system": system, "job": name, "command": command} | versions | UNMEASURED
     started, failed = time.monotonic(), None
     try:
         yield row
@@ -74,42 +54,39 @@ def job(system: str, name: str, command: str, package: str) -> Iterator[Row]:
         failed = error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         kind = "" if isinstance(error, Missed) else f"{type(error).__name__}: "
-        row.outcome = f"{kind}{lines[-1] if lines else ''}"[:300]
-    row.seconds, row.date = time.monotonic() - started, time.strftime("%Y-%m-%d", time.gmtime())
+        row["outcome"] = f"{kind}{lines[-1] if lines else ''}"[:300]
+    row["seconds"] = round(time.monotonic() - started)
+    row["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     if path := os.environ.get("FRAMEWORKS_RECORD"):
         # An error may name a folder of the machine.
-        row.outcome = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row.outcome)
-        merge([row], Path(path))
+        row["outcome"] = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row["outcome"])
+        merge(row, Path(path))
     if failed is not None:
         raise failed
 
 
-def read(path: Path = RESULTS) -> list[Row]:
-    return [Row(**fields) for fields in read_rows(path)]
-
-
-def merge(rows: list[Row], path: Path) -> None:
-    """Put rows in the places of those with the same key, and new ones behind their system's."""
-    systems = list(dict.fromkeys(row.system for row in [*read(path), *rows]))
+def merge(row: dict, path: Path) -> None:
+    """Put a row in the place of that with the same key, or behind its system's."""
+    systems = list(dict.fromkeys(known["system"] for known in [*read_rows(path), row]))
     put_rows(
         path,
-        [row.as_json() for row in rows],
+        [row],
         key=lambda row: (row["system"], row["version"], row["job"]),
         order=lambda row: systems.index(row["system"]),
     )
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[dict]) -> str:
     lines = [
         [
-            f"{row.system} {row.version}",
-            f"{row.job}: `{row.command}`",
-            row.outcome + (f"; {row.note}" if row.note else ""),
-            _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}",
-            "" if row.right is None else f"{row.right:.2f} / {_number(row.swapped)}",
-            {None: "", True: "yes", False: "no"}[row.reloaded],
-            f"transformers {row.transformers}",
-            row.date,
+            f"{row['system']} {row['version']}",
+            f"{row['job']}: `{row['command']}`",
+            row["outcome"] + (f"; {row['note']}" if row["note"] else ""),
+            _arrow(row["loss"]) if row["reward"] is None else f"reward {_arrow(row['reward'])}",
+            "" if row["right"] is None else f"{row['right']:.2f} / {_number(row['swapped'])}",
+            {None: "", True: "yes", False: "no"}[row["reloaded"]],
+            f"transformers {row['transformers']}",
+            row["date"],
         ]
         for row in rows
     ]
@@ -127,6 +104,6 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    print(table(read()))
+    print(table(read_rows(RESULTS)))
     if "--page" in sys.argv[1:]:
-        PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read())))
+        PAGE.write_text(on_page(PAGE.read_text("utf-8"), RESULTS, table(read_rows(RESULTS))))

@@ -14,9 +14,9 @@ import torch
 
 from tests.frameworks import drawn_task
 from tests.frameworks.jobs import JOBS, Job
-from tests.frameworks.results_table import PAGE, RESULTS, job, read, table
+from tests.frameworks.results_table import PAGE, RESULTS, job, table
 from tests.helpers.processes import cpu_environment, gpu_environment
-from tests.tables import on_page
+from tests.tables import on_page, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +60,12 @@ def test_a_job_learns_from_images(wanted, models, tmp_path):
     environment = gpu_environment() if wanted.gpus else cpu_environment()
     environment |= wanted.environment
     with job(wanted.system, wanted.name, wanted.reads, wanted.package) as done:
-        done.note = wanted.note
+        done["note"] = wanted.note
         ended = drawn_task.run(tmp_path, *wanted.command, environment=environment)
         if wanted.fails:
             error = re.search(wanted.fails, ended.output)
             assert ended.status and error, ended.output[-6000:]
-            done.outcome = error[0][:300]
+            done["outcome"] = error[0][:300]
             return
         assert ended.status == 0, ended.output[-6000:]
         if wanted.then:
@@ -75,10 +75,10 @@ def test_a_job_learns_from_images(wanted, models, tmp_path):
 
 
 def test_the_page_has_the_rows_of_the_file_which_are_those_of_jobs():
-    page, rows = PAGE.read_text("utf-8"), read(RESULTS)
+    page, rows = PAGE.read_text("utf-8"), read_rows(RESULTS)
     assert page == on_page(page, RESULTS, table(rows)), (
         "python -m tests.frameworks.results_table --page"
     )
     jobs = [(one.system, one.name) for one in JOBS]
     assert len({*jobs}) == len(jobs)
-    assert {(row.system, row.job) for row in rows if row.system != "peft"} <= {*jobs}
+    assert {(row["system"], row["job"]) for row in rows if row["system"] != "peft"} <= {*jobs}

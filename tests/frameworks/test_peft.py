@@ -86,7 +86,9 @@ def assert_it_learns_and_generates(config) -> None:
 def test_every_peft_method_learns_and_generates():
     name = f"{len(METHODS)} methods, {len(LORA)} kinds of LoRA"
     with job("peft", name, "peft.get_peft_model", "peft") as done:
-        done.note = "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
+        done["note"] = (
+            "losses fall, and they generate; prefix tuning, cartridges, X-LoRA are refused"
+        )
         for method in [*METHODS, *LORA]:
             print(method)  # which pytest shows of a failure
             assert_it_learns_and_generates(config_of(method))

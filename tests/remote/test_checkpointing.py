@@ -18,7 +18,7 @@ from glm4v_patched.remote.checkpointing import keep_frozen_parameters_gathered
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
 from tests.helpers.steps import count_runs
-from tests.helpers.tiny import expanded_image, random_pixels, tiny_model
+from tests.helpers.tiny import random_pixels, tiny_model
 from tests.remote.inputs import assert_close, gradients, two_sequences
 
 # transformers 5.23 renamed the method and added options.
@@ -34,23 +34,6 @@ REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False])
 def layers(model) -> dict[str, torch.nn.Module]:
     kinds = GLMBlock, TransformerLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-@REENTRANT
-@pytest.mark.parametrize("image", [expanded_image(), []], ids=["an image", "text"])
-def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant):
-    inputs = two_sequences(image)
-    model = tiny_model().train()
-    want = gradients(model, **inputs)
-    # Test both names: transformers 5.23 keeps the older one.
-    method = NAME if use_reentrant else "gradient_checkpointing_enable"
-    getattr(model, method)({"use_reentrant": use_reentrant})
-    assert model.is_gradient_checkpointing
-    runs = count_runs(model)
-    assert_close(gradients(model, **inputs), want)
-    assert all(
-        number == (2 if image or "vision" not in name else 0) for name, number in runs.items()
-    )
 
 
 @REENTRANT
@@ -108,6 +91,7 @@ def frozen_tower():
 
 
 FROZEN = {
+    "nothing": lambda: tiny_model().train(),
     "the tower": frozen_tower,
     "all but adapters": lambda: adapted(r".*encoder.*query_key_value"),
     "all but adapters of the tower": lambda: adapted(r".*vision.*layers\.1.*query_key_value"),
@@ -117,10 +101,13 @@ FROZEN = {
 
 @REENTRANT
 @pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
-def test_checkpointing_keeps_the_gradients_beside_frozen_weights(make, use_reentrant):
+def test_checkpointing_recomputes_trained_layers_and_changes_no_gradient(make, use_reentrant):
     want = gradients(make(), **two_sequences())
     model = make()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    # Test both names: transformers 5.23 keeps the older one.
+    method = NAME if use_reentrant else "gradient_checkpointing_enable"
+    getattr(model, method)({"use_reentrant": use_reentrant})
+    assert model.is_gradient_checkpointing
     if make in (FROZEN["all but adapters"], frozen_tower):
         model.enable_input_require_grads()
     runs = count_runs(model)

@@ -24,15 +24,14 @@ from tests.helpers.tiny import golden_json, tiny_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_defaults_are_the_published_model(real_tokenizer):
+def test_defaults_are_the_published_model(expected):
     config = ChatGLMConfig()
     wanted = {"num_layers": 40, "hidden_size": 4096, "ffn_hidden_size": 13696, "kv_channels": 128}
     wanted |= {"num_attention_heads": 32, "multi_query_group_num": 2, "seq_length": 8192}
     wanted |= {"eos_token_id": [151329, 151336, 151338], "rope_in_fp32": False}
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert (config.vision.num_patches, config.vision.num_image_tokens) == (6400, 1600)
-    fill = ChatGLMProcessor.image_token
-    assert config.image_token_id == real_tokenizer.convert_tokens_to_ids(fill)
+    assert config.image_token_id == expected["special"][ChatGLMProcessor.image_token]
     generation = GenerationConfig.from_model_config(tiny_config())
     assert generation.eos_token_id == [500, 507, 509] and generation.pad_token_id == 500
 
@@ -62,6 +61,7 @@ def test_names_for_other_libraries_are_attributes_and_are_not_saved(tmp_path):
     assert tiny_config(auto_map=where).auto_map == AUTO_MAP | where
     changed = saved(changed, tmp_path)
     assert changed["image_token_id"] == 499 and changed["multi_query_group_num"] == 4
+    assert saved(tiny_config(original_rope=False), tmp_path)["original_rope"] is False
 
 
 def vision(**changes) -> dict:

@@ -4,6 +4,7 @@ Dimensions that vary are at least 2 in the example: ``torch.export`` takes 0 and
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -38,13 +39,6 @@ def model():
     return shallow_model(use_cache=False)
 
 
-@pytest.fixture(scope="module")
-def classifier():
-    torch.manual_seed(0)
-    config = tiny_config(num_layers=1, use_cache=False, num_labels=3, initializer_range=0.1)
-    return ChatGLMForSequenceClassification(config).eval()
-
-
 def text_ids(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor([text(length, seed=row) for row in range(rows)])}
 
@@ -72,23 +66,16 @@ def packed(rows: int, length: int) -> dict[str, torch.Tensor]:
     return text_ids(rows, length) | {"position_ids": positions}
 
 
-def with_images(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor]]:
+def with_images(image: list[int], labeled=False) -> Callable[[int, int], dict[str, torch.Tensor]]:
     """Each sequence has one image more than the next, so they expand to different lengths."""
 
     def make(rows: int, length: int) -> dict[str, torch.Tensor]:
         longest = 1 + rows * len(image) + length
         prefixes = [[*text(1), *image * (rows - row)] for row in range(rows)]
-        ids = [[*row, *text(longest - len(row), seed=2)] for row in prefixes]
-        number = sum(range(rows + 1))
-        return {"input_ids": torch.tensor(ids), "pixel_values": random_pixels(number)}
-
-    return make
-
-
-def with_images_and_labels(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor]]:
-    def make(rows: int, length: int) -> dict[str, torch.Tensor]:
-        batch = with_images(image)(rows, length)
-        ids = batch["input_ids"]
+        ids = torch.tensor([[*row, *text(longest - len(row), seed=2)] for row in prefixes])
+        batch = {"input_ids": ids, "pixel_values": random_pixels(sum(range(rows + 1)))}
+        if not labeled:
+            return batch
         mask = torch.ones_like(ids)
         mask[0, 0] = 0
         labels = ids.masked_fill((ids >= PAD) | (mask == 0), -100)
@@ -99,9 +86,8 @@ def with_images_and_labels(image: list[int]) -> Callable[[int, int], dict[str, t
 
 def exported(model: nn.Module, batch: dict) -> nn.Module:
     """Export ``model`` with dynamic batch size and length."""
-    num_dynamic = {"pixel_values": 1, "image_features": 1}
     dynamic = {
-        name: dict.fromkeys(range(num_dynamic.get(name, min(value.ndim, 2))), Dim.DYNAMIC)
+        name: dict.fromkeys(range(1 if name == "pixel_values" else 2), Dim.DYNAMIC)
         if isinstance(value, torch.Tensor)
         else None
         for name, value in batch.items()
@@ -109,24 +95,19 @@ def exported(model: nn.Module, batch: dict) -> nn.Module:
     return torch.export.export(model, (), batch, dynamic_shapes=dynamic, strict=False).module()
 
 
-def check(model: nn.Module, make: Callable[[int, int], dict], sizes=SIZES) -> nn.Module:
-    program = exported(model, make(2, 9))
-    check_program(program, model, make, sizes)
-    return program
-
-
 @torch.no_grad()
-def check_program(program: nn.Module, model: nn.Module, make: Callable, sizes) -> None:
-    """Compare loss and logits of the program with those of the model."""
-    for size in sizes:
+def check(model: nn.Module, *makes: Callable[[int, int], dict], sizes=SIZES) -> nn.Module:
+    """Export with the first kind of batch; compare loss and logits of the program and the model."""
+    program = exported(model, makes[0](2, 9))
+    for make, size in product(makes, sizes):
         batch = make(*size)
         actual, want = program(**batch), model(**batch)
         if want.loss is not None:
             assert (actual.loss - want.loss).abs() <= ATOL, size
         assert actual.logits.shape == want.logits.shape
-        assert (actual.logits - want.logits)[tokens_of(batch, want.logits)].abs().max() <= ATOL, (
-            size
-        )
+        tokens = tokens_of(batch, want.logits)
+        assert (actual.logits - want.logits)[tokens].abs().max() <= ATOL, size
+    return program
 
 
 def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
@@ -137,11 +118,9 @@ def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
     return mask.bool()
 
 
-@pytest.mark.parametrize(
-    ("make", "neighbors"), [(text_ids, True), (with_all, True), (with_all, False)]
-)
-def test_text_runs_at_other_sizes(model, monkeypatch, make, neighbors):
-    monkeypatch.setattr(model.config, "original_rope", neighbors)
+@pytest.mark.parametrize("make", [pytest.param(text_ids, marks=pytest.mark.slow), with_all])
+def test_text_runs_at_other_sizes(model, monkeypatch, make):
+    monkeypatch.setattr(model.config, "original_rope", make is text_ids)
     program = check(model, make)
     wrong = {"input_ids": make(2, 9)["input_ids"] + 512}
     with pytest.raises(RuntimeError, match="does not fit a compiled graph"):
@@ -149,11 +128,11 @@ def test_text_runs_at_other_sizes(model, monkeypatch, make, neighbors):
 
 
 @varies_in_images
-@pytest.mark.parametrize("kind", [with_images, with_images_and_labels])
-def test_a_program_takes_unexpanded_and_expanded_prompts_with_any_number_of_images(model, kind):
-    program = check(model, kind(unexpanded_image()), [(1, 0), (2, 0), (3, 12)])
-    check_program(program, model, kind(expanded_image()), [(1, 0), (2, 0), (3, 12)])
-    batch = kind(unexpanded_image())(2, 9)
+@pytest.mark.parametrize("labeled", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_program_takes_unexpanded_and_expanded_prompts_with_any_number_of_images(model, labeled):
+    makes = [with_images(image, labeled) for image in (unexpanded_image(), expanded_image())]
+    program = check(model, *makes, sizes=[(1, 0), (2, 0), (3, 12)])
+    batch = makes[0](2, 9)
     with pytest.raises(RuntimeError, match="does not fit a compiled graph"):
         program(**batch | {"pixel_values": batch["pixel_values"][1:]})
 
@@ -170,7 +149,7 @@ def test_packed_sequences_with_images_run_at_other_sizes(model):
             "pixel_values": random_pixels(2 * rows),
         }
 
-    check(model, make, [(1, 1), (3, 9)])
+    check(model, make, sizes=[(1, 1), (3, 9)])
 
 
 @varies_in_images
@@ -184,12 +163,13 @@ def test_embeddings_run_at_other_sizes_and_cannot_be_expanded(model):
 
         return make
 
-    program = check(model, embed(expanded_image()), [(1, 0), (3, 9)])
+    program = check(model, embed(expanded_image()), sizes=[(1, 0), (3, 9)])
     with pytest.raises(RuntimeError):
         program(**embed(unexpanded_image())(2, 9))
 
 
 @varies_in_images
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_tower_runs_for_other_numbers_of_images(model):
     class Features(nn.Module):
@@ -204,13 +184,17 @@ def test_the_tower_runs_for_other_numbers_of_images(model):
 
 @varies_in_images
 @pytest.mark.slow
-def test_a_classifier_runs_at_other_sizes(classifier):
+def test_a_classifier_runs_at_other_sizes():
+    torch.manual_seed(0)
+    config = tiny_config(num_layers=1, use_cache=False, num_labels=3, initializer_range=0.1)
+    classifier = ChatGLMForSequenceClassification(config).eval()
+
     def ending_in_padding(rows: int, length: int) -> dict[str, torch.Tensor]:
         batch = with_images(unexpanded_image())(rows, length)
         ids = torch.nn.functional.pad(batch["input_ids"], (0, 2), value=PAD)
         return batch | {"input_ids": ids}
 
-    check(classifier, ending_in_padding, [(1, 0), (3, 9)])
+    check(classifier, ending_in_padding, sizes=[(1, 0), (3, 9)])
 
 
 @pytest.mark.slow
@@ -230,9 +214,8 @@ def test_a_step_goes_on_from_a_cache_of_another_length(model):
     both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     entries = [{0: Dim.DYNAMIC, 2: Dim.DYNAMIC}]
     dynamic = {"input_ids": both, "position_ids": both, "past_key_values": [entries, entries]}
-    step = torch.export.export(
-        model, (), after(2, 9, 3), dynamic_shapes=dynamic, strict=False
-    ).module()
+    options = {"dynamic_shapes": dynamic, "strict": False}
+    step = torch.export.export(model, (), after(2, 9, 3), **options).module()
     for size in ((1, 4, 1), (2, 30, 1), (3, 5, 2)):
         want = model(**after(*size)).logits
         assert (step(**after(*size)).logits - want).abs().max() <= ATOL

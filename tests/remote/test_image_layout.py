@@ -14,7 +14,6 @@ from tests.helpers.tiny import (
     BOI,
     EOI,
     FILL,
-    PAD,
     expanded_image,
     padded,
     random_pixels,
@@ -25,12 +24,10 @@ from tests.helpers.tiny import (
 FORMAT = PromptFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
 
-def expand(rows, prompt_format=FORMAT, **fields) -> ExpandedBatch:
+def expand(rows, **fields) -> ExpandedBatch:
     """Expand one or several sequences of ids."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
-    return expand_image_placeholders(
-        InputBatch(ids, **fields), prompt_format, int((ids == BOI).sum())
-    )
+    return expand_image_placeholders(InputBatch(ids, **fields), FORMAT, int((ids == BOI).sum()))
 
 
 def test_sequences_that_expand_differently_need_no_mask():
@@ -41,19 +38,14 @@ def test_sequences_that_expand_differently_need_no_mask():
     assert expanded.labels.tolist() == [*labels], "padding and images are not supervised"
 
 
-def test_an_image_takes_three_position_ids(image):
+def test_an_image_takes_three_position_ids_and_the_last_one_may_be_used(image):
     row = [*text(2), *image, *image, *text(2)]
     want = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 9]])
-    with_positions = [{}, {"position_ids": torch.arange(len(row))[None]}]
-    for inputs in (*with_positions, {"attention_mask": torch.ones(1, len(row))}):
-        assert torch.equal(expand(row, **inputs).position_ids, want)
+    assert torch.equal(expand(row, position_ids=torch.arange(len(row))[None]).position_ids, want)
     if FILL in image:  # those that are shared already stay
         assert torch.equal(expand(row, position_ids=want + 20).position_ids, want + 20)
-    one = FORMAT._replace(num_image_tokens=1)
-    assert expand([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
-    # The last position of the table may be used.
-    assert expand(text(128)).position_ids.max() == 127
-    assert expand([*expanded_image(), *text(125)]).last_position == 127
+    assert expand([*expanded_image(), *text(125)]).position_ids.max() == 127
+    assert expand(text(128)).last_position == 127
 
 
 # Wrong inputs, and what the error contains.

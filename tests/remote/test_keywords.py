@@ -15,7 +15,7 @@ from glm4v_patched.remote.keywords import (
     select_attention_kwargs,
 )
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
-from tests.helpers.tiny import expanded_image, text, tiny_config
+from tests.helpers.tiny import expanded_image, text, tiny_config, unexpanded_image
 from tests.remote.inputs import GREEDY, two_sequences
 
 # Names that a release might use: a new one, and every known one with another meaning.
@@ -52,15 +52,16 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
 
 
 @pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
-def test_a_keyword_of_generate_under_another_name_is_an_error_or_harmless(model, image, method):
-    want, runs, names = answer(model, rows(image), method)
+def test_a_keyword_of_generate_under_another_name_is_an_error_or_harmless(model, method):
+    inputs = rows(unexpanded_image())
+    want, runs, names = answer(model, inputs, method)
     assert {CACHE_KEYWORD, "attention_mask"} <= names and runs == 1
     refused, same = set(), set()
     for old, new in product(sorted(names), OTHER_NAMES):
         if new in names:
             continue
         try:
-            tokens, runs, _ = answer(model, rows(image), method, old, new)
+            tokens, runs, _ = answer(model, inputs, method, old, new)
         except (ValueError, TypeError) as error:
             assert new in str(error) or old in str(error), (old, new, error)
             refused.add((old, new))
@@ -77,19 +78,21 @@ def test_a_keyword_of_generate_under_another_name_is_an_error_or_harmless(model,
 
 
 @torch.no_grad()
-def test_the_model_without_a_head_takes_what_the_heads_signature_names(model, image):
+def test_the_model_without_a_head_takes_what_the_heads_signature_names(model):
     """Callers read one signature and call the other; keywords about logits change nothing."""
     inner, of_logits = model.base_model, {name: 3 for name in LOGITS_KWARGS}
     assert {*of_logits} == {*model.forward_names} - {*inner.forward_names}
     with pytest.raises(TypeError, match="positional"):  # not taken for what comes next here
         model(*[None] * 8, False)
-    want = inner(**rows(image)).last_hidden_state
+    inputs = rows(expanded_image())
+    want = inner(**inputs).last_hidden_state
     for keywords in (of_logits, {"logits_to_keep": torch.tensor([0, 2])}):
-        assert torch.equal(inner(**rows(image), **keywords).last_hidden_state, want)
+        assert torch.equal(inner(**inputs, **keywords).last_hidden_state, want)
 
 
-def test_each_class_refuses_with_its_own_keywords(model, image):
+def test_each_class_refuses_with_its_own_keywords(model):
     classifier = ChatGLMForSequenceClassification(tiny_config(num_labels=2))
+    inputs = rows(expanded_image())
     # Keywords that only some of the classes take.
     own = {
         model: {"logits_to_keep", "skip_logits", "shift_labels", "prompt_length"},
@@ -99,18 +102,18 @@ def test_each_class_refuses_with_its_own_keywords(model, image):
     everything = set().union(*own.values())
     for one, takes in own.items():
         with pytest.raises(ValueError, match="unexpected keyword logit_to_keep") as refused:
-            one(**rows(image), logit_to_keep=1)
+            one(**inputs, logit_to_keep=1)
         _, listed = str(refused.value).split(f"{type(one).__name__} takes ")
         words = set(listed.split(", and for attention")[0].split(", "))
         assert words & everything == takes and {"pixel_values", "labels", "use_cache"} <= words
         for name in everything - takes - {"logits_to_keep", "skip_logits"}:
             with pytest.raises(ValueError, match=f"unexpected keyword {name} "):
-                one(**rows(image), **{name: 1})
+                one(**inputs, **{name: 1})
     for name in ("logits_to_keep", "skip_logits"):
         with pytest.raises(ValueError, match=f"keyword {name} .*: ChatGLMForSequenceClassif"):
-            classifier(**rows(image), **{name: 1})
+            classifier(**inputs, **{name: 1})
     options = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
-    assert len(classifier.eval()(**rows(expanded_image()), **options).hidden_states) == 3
+    assert len(classifier.eval()(**inputs, **options).hidden_states) == 3
 
 
 def test_false_and_0_are_passed_on_to_attention():

@@ -64,7 +64,7 @@ EMPTY = (None, [], (), [[]], [(), []], [[], [None]])
 NO_MEDIA = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
 
 
-def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_processor):
+def test_empty_media_are_none_and_others_are_refused_by_name(processor):
     """lmms-eval passes ``images``, ``videos`` and ``audios`` for every model."""
     one, text = pil_image(), f"{IMAGE}cat"
     tokenizer, chat = processor.tokenizer, user("cat", image=pil_image())
@@ -88,13 +88,6 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_pr
         processor.apply_chat_template(
             chat, tokenize=True, processor_kwargs={"videos": ["cat.mp4"], "audio": []}
         )
-    # The call of lmms-eval 0.7.3.
-    media = {"images": [], "videos": [], "audios": []}
-    out = processor(text=["cat", "a cat"], padding=True, return_tensors="pt", **media)
-    assert set(out) == {"input_ids", "attention_mask"} and len(out["input_ids"]) == 2
-    media["images"] = [one]
-    out = processor(text=[text, "cat"], padding=True, return_tensors="pt", **media)
-    assert torch.equal(out["pixel_values"], image_processor(one)["pixel_values"])
     for empty in EMPTY:
         assert set(processor(text=["cat"], images=empty)) == {"input_ids", "attention_mask"}
         with pytest.raises(ValueError, match=r"texts have \[1\] begin-of-image ids but 0 images"):
@@ -150,7 +143,6 @@ WRONG_CALLS = {
     "another size": ({"text": BEGIN + FILL * 3 + END, "images": pil_image()}, "3 ids", "4 times"),
     "text inside": ({"text": BEGIN + FILL * 3 + "a" + END, "images": pil_image()}, "4 ids", "4 ti"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
-    "videos": ({"text": "cat", "videos": [1]}, "videos"),
     "an option twice": (
         {"text": "a", "padding": "longest", "text_kwargs": {"padding": False}},
         "padding",
@@ -324,9 +316,6 @@ def test_contents_of_messages_that_would_be_dropped_are_refused(processor, case)
     for tokenize in (True, False):
         with pytest.raises(ValueError, match="^message 1"):
             processor.tokenizer.apply_chat_template([user("hi"), messages], tokenize=tokenize)
-    for part in (processor, processor.tokenizer):  # and beside the messages
-        with pytest.raises(ValueError, match="was given images, which nothing reads: put images"):
-            part.apply_chat_template(user("cat"), tokenize=True, images=[pil_image()])
 
 
 def test_an_image_tag_in_a_text_stays_text(processor):

@@ -86,7 +86,7 @@ def decoded(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool)
 
 
 @given(ids=ROWS, skip=st.booleans(), spaces=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_way_to_decode_is_that_of_slow_tokenizers(processor, ids, skip, spaces):
     switches = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
     want, tokenizer = decoded(ids, **switches), processor.tokenizer

@@ -136,12 +136,10 @@ def generated(model, batch: dict, mode: str, **options):
     )
 
 
-@pytest.mark.parametrize(
-    "image", [[], unexpanded_image(), expanded_image()], ids=["text", "unexpanded", "expanded"]
-)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_has_its_outputs_and_the_same_tokens_with_any_cache(eager_model, image, mode):
-    batch, config = prompts(image), eager_model.config
+def test_every_mode_has_its_outputs_and_the_same_tokens_with_any_cache(eager_model, mode):
+    """Of text and of expanded prompts, too: test_decoding.py."""
+    batch, config = prompts(unexpanded_image()), eager_model.config
     names = ("scores", "logits", "attentions", "hidden_states")
     lengths, layer = [], eager_model.transformer.output_layer
     hook = layer.register_forward_hook(lambda _, inputs, output: lengths.append(output.shape[1]))
