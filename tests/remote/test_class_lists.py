@@ -214,7 +214,7 @@ def test_smoothed_labels_are_shifted_for_a_saved_folder_without_this_package(fol
     inside_peft = peft.PeftModel.from_pretrained(tiny_model(), folder / "adapter")
     want = [by_hand(model, data) for model in (tiny_model(), inside_peft)]
     assert losses == [pytest.approx(pair, rel=REL) for pair in want]
-    assert "prompts of 12 ids expand to 15 positions" in refused
+    assert "prompts of 12 ids expand to 15 tokens" in refused
 
 
 ENTRIES = {
