@@ -68,8 +68,8 @@ def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tens
     """
     # Pad before slicing, because a graph with ``labels_BL[:, 1:]`` fails on sequences of 2 ids.
     next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    indices = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
-    return indices, next_labels[indices]
+    sequences, columns = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    return (sequences, columns), next_labels[sequences, columns]
 
 
 class LogitsToKeep(NamedTuple):
