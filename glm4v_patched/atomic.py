@@ -90,11 +90,10 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_file_problem(path: Path, alone: bool = False) -> str | None:
-    """Return why a path is not a regular file, such as "is a folder"; None if it is one, or absent.
+    """Return why a path is not a regular file, such as "is a folder"; None if it is or is missing.
 
     Args:
-        alone: Whether a file with further hard links is a problem, too, as it is for a file that is
-            written in place.
+        alone: Whether further hard links are a problem, as for a file that is written in place.
     """
     try:
         status = path.lstat()
@@ -154,7 +153,7 @@ def apply_umask(folder: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     for path in folder.glob("*.safetensors"):
-        if path.stat().st_nlink == 1:  # the mode of a hard link is that of the original, too
+        if path.stat().st_nlink == 1:  # hard links have one mode together
             path.chmod(0o666 & ~mask)
 
 
@@ -190,14 +189,14 @@ def require_free_disk(needed: float, out: Path) -> None:
 def create_folder_atomically(out: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error.
 
-    What killed processes have left of earlier calls is removed.
+    Temporary folders that killed processes have left are removed, too.
     """
     name = f".{out.name}.{uuid.uuid4().hex}"
     new, partial = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial"))
     new.mkdir(parents=True)
     lock = os.open(new, os.O_RDONLY)
     try:
-        with suppress(ValueError):  # without locks, what is left of killed processes stays
+        with suppress(ValueError):  # a file system without locks: leftovers are not removed
             take_lock(lock, new)
             _remove_leftovers(out)
         new.rename(partial)

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
     options.rest = rest
     try:
-        # Each phase has a line of its own; this one is for what is between them.
+        # Each phase prints a line of its own. This line is for the time between phases.
         with show_progress(f"glm4v-patched {options.command}"):
             return options.run(options) or 0
     except ModuleNotFoundError as error:
@@ -142,7 +142,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Exit with the nearest command's name if ``argv`` names an unknown command."""
+    """Exit with a message that names the nearest command if ``argv`` has an unknown one."""
     commands = parser.get_default("commands")
     # The options before the command take no values.
     name = next((text for text in argv if not text.startswith("-")), None)

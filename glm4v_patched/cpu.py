@@ -10,8 +10,8 @@ CPU_INFO, CGROUPS = Path("/proc/cpuinfo"), Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 # Instructions that multiply bf16, as Linux names them: AVX-512 BF16, AMX, and Arm's.
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-# Variables that limit which instructions of an x86 CPU torch and oneDNN use, and values that
-# exclude those for bf16.
+# Environment variables by which torch and oneDNN limit the instructions that they use on x86, and
+# the values that exclude bf16.
 ISA_LIMITS = {
     "ATEN_CPU_CAPABILITY": ("default", "avx2"),
     "ONEDNN_MAX_CPU_ISA": (
@@ -34,7 +34,7 @@ def cores() -> int:
 
 
 def _quotas() -> list[float]:
-    """Return the numbers of cores whose time the control groups allow; infinity without a limit."""
+    """Return the CPU time of each control group, in cores; infinity without a limit."""
     quotas = [math.inf]
     for line in CGROUPS.read_text().splitlines() if CGROUPS.is_file() else ():
         _, controllers, group = line.split(":", 2)
@@ -64,6 +64,6 @@ def has_bf16() -> bool:
     if any(value in ISA_LIMITS[name] for name, value in limits.items()):
         return False
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
-    # "flags" of x86, "Features" of Arm.
+    # The line is "flags" on x86 and "Features" on Arm.
     flags = (line.split(":")[1] for line in lines if line.startswith(("flags", "Features")))
     return bool(BF16_FLAGS & {*next(flags, "").split()})

@@ -126,7 +126,7 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
 
 
 def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
-    """Return ``read`` with errors that argparse prints, which name the expected values."""
+    """Wrap ``read`` so that argparse prints the expected values after an error."""
 
     def value_of(text: str) -> Any:
         try:
@@ -142,16 +142,16 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def to_cli_arguments(settings: Any, but: Collection[str] = ()) -> list[str]:
+def to_cli_arguments(settings: Any, exclude: Collection[str] = ()) -> list[str]:
     """Return the command-line arguments for all fields that differ from their defaults.
 
     Args:
-        but: Names of fields to leave out.
+        exclude: Names of fields to leave out.
     """
     arguments = []
     for option_field in fields(settings):
         value = getattr(settings, option_field.name)
-        if value != option_field.default and option_field.name not in but:
+        if value != option_field.default and option_field.name not in exclude:
             values = value if isinstance(value, tuple) else [value]
             words = [] if option_field.type is bool else map(_word, values)
             arguments += [flag(option_field), *words]

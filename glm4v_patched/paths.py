@@ -13,7 +13,7 @@ URL = re.compile(r"[A-Za-z][\w+.-]*://")
 class PathError(ValueError, argparse.ArgumentTypeError):
     """A path that is refused.
 
-    The class is an ``ArgumentTypeError``, too, whose messages argparse shows as they are.
+    argparse prints the message of an ``ArgumentTypeError`` unchanged.
     """
 
 
@@ -31,7 +31,7 @@ def expand_path(path: str) -> str:
     if URL.match(path):
         return path
     expanded = path
-    with suppress(ValueError):  # for text that cannot be the name of a user
+    with suppress(ValueError):  # the text after ~ cannot be the name of a user
         expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]

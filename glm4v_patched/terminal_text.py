@@ -15,7 +15,7 @@ from typing import TextIO
 # Seconds until the first line of show_progress, and between later lines.
 FIRST_LINE_SECONDS, NEXT_LINE_SECONDS, POLL_SECONDS = 0.4, 4.5, 0.1
 ERASE_LINE = "\r\x1b[2K"
-# A terminal cuts a line that is wider than itself off, in place of beginning another line.
+# Without wrapping, a terminal cuts off a line that is wider than itself.
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
@@ -81,7 +81,7 @@ class Activity:
     def __init__(self, activity: str, total: int | None, unit: str, done: int):
         self.activity, self.total, self.unit, self.done = activity, total, unit, done
         self.start, self.is_printed = time.perf_counter(), False
-        self._first: tuple[float, int] | None = None  # when something was done, and how much
+        self._first: tuple[float, int] | None = None  # time of the first update, and done after it
 
     def update(self, number: int = 1) -> None:
         """Count what has been done since the last call."""
@@ -93,29 +93,29 @@ class Activity:
         if self.total is None:
             return f"{self.activity}: {now - self.start:.0f} s"
         text = f"{self.activity}: {self.done:,} of {pluralize(self.total, self.unit)}"
-        # What comes before the first unit, such as loading a model, would falsify the estimate.
+        # The time before the first unit, such as loading a model, would falsify the estimate.
         if self._first is not None and self.done > self._first[1]:
             seconds = (now - self._first[0]) / (self.done - self._first[1])
             text += f", {timedelta(seconds=round(seconds * (self.total - self.done)))} left"
         return text
 
 
-_active: list[Activity | None] = []  # of running blocks, the innermost last; None prints nothing
-_innermost: tuple[Activity | None, float] = None, 0.0  # at the last tick, and since when
-_last_printed = time.perf_counter()  # when the last line was printed; at first, of the import
-_ticker = threading.Thread()  # the only thread that prints activities; not started yet
+_active: list[Activity | None] = []  # one for each running block, the innermost last
+_innermost: tuple[Activity | None, float] = None, 0.0  # at the last tick, and its first tick
+_last_printed = time.perf_counter()  # time of the last line; at first, of this import
+_ticker = threading.Thread()  # the thread that prints activities; show_progress starts it
 
 
 def _tick(now: float) -> None:
     """Print the innermost activity, if it is new or nothing has been printed for seconds.
 
-    So a sequence of short activities is not silent either.
+    So something is also printed during a sequence of short activities.
     """
     global _innermost, _last_printed
     [activity] = _active[-1:] or [None]
     if activity is not _innermost[0]:
         _innermost = activity, now
-    if activity is None or sys.stderr is None:  # None: closed by the shell's 2>&-
+    if activity is None or sys.stderr is None:  # the shell's 2>&- makes stderr None
         return
     is_new = not activity.is_printed and now - _innermost[1] >= FIRST_LINE_SECONDS
     if is_new or now - _last_printed >= NEXT_LINE_SECONDS:
@@ -153,15 +153,15 @@ def show_progress(
     Args:
         activity: What the block does, such as "loading the model".
         enabled: If False, nothing is printed.
-        total: How much there is to do, in units; the block calls :meth:`Activity.update`. None if
-            it is not known: seconds are printed instead.
+        total: Number of units to do; the block calls :meth:`Activity.update`. If it is None,
+            seconds are printed instead.
         done: Units that are done already.
     """
     global _ticker
     progress = Activity(activity, total, unit, done)
     if enabled:
         _active.append(progress)
-        if not _ticker.is_alive():  # in a forked process neither
+        if not _ticker.is_alive():  # not started yet, or this process was forked
             _ticker = threading.Thread(target=_tick_forever, daemon=True)
             _ticker.start()
     try:
@@ -174,7 +174,7 @@ def show_progress(
 
 @contextmanager
 def no_progress() -> Iterator[None]:
-    """Print no progress during the block: other processes print theirs, or a person is awaited."""
+    """Print no progress during the block, e.g. while other processes print theirs."""
     _active.append(None)
     _erase_line()
     try:

@@ -42,7 +42,7 @@ def benchmark_config(config: str | None, model: str | None = None) -> ChatGLMCon
         return ChatGLMConfig()
     sizes = {"model_type": "chatglm"} | read_json_object(Path(config))
     if reason := why_not_glm4v(sizes):
-        raise ValueError(f"--config {config} is not a glm-4v's: {reason}")
+        raise ValueError(f"--config {config} does not belong to a glm-4v: {reason}")
     return ChatGLMConfig(**sizes)
 
 

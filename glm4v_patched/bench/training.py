@@ -114,7 +114,7 @@ def command_of(settings: TrainingSettings, gpus: int, on_cpu: bool) -> str:
     """Return the shortest command line that repeats this measurement."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
     arguments += [
-        *to_cli_arguments(settings, but=["trained", "engine"]),
+        *to_cli_arguments(settings, exclude=["trained", "engine"]),
         *to_cli_arguments(settings.engine),
     ]
     return "glm4v-patched bench " + shlex.join([*arguments, *["--device", "cpu"] * on_cpu])

@@ -18,7 +18,7 @@ from ..engine.environment import (
 )
 from ..models.base import pin_revision, read_report, require_recorded_base
 from ..models.check_weights import require_complete_model
-from ..models.find import note_assumptions
+from ..models.find import note_cogagent_assumptions
 from ..models.placement import Placement
 from ..terminal_text import (
     no_progress,
@@ -192,7 +192,7 @@ def require_model(job: Job) -> Job:
 
         require_adapters(base)
     else:
-        note_assumptions(base)
+        note_cogagent_assumptions(base)
     return job.with_base(base)
 
 

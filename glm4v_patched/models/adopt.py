@@ -1,7 +1,7 @@
-"""Put this package's code beside weights that exist: ``adopt``, and the files of ``hub_upload``.
+"""Put this package's code beside existing weights, for ``adopt`` and for ``hub_upload``.
 
-Nothing of the original folder is changed. Its code is never run, and no name in its files that
-could make transformers run other code is taken over.
+Nothing in the original folder is changed. Its code is never run, and no setting that could make
+transformers run other code is taken over.
 """
 
 import json
@@ -41,8 +41,8 @@ from ..remote.configuration_chatglm import (
     ChatGLMConfig,
     EVA2CLIPVisionConfig,
     keep_known_settings,
-    log_unknown,
     refuse_nonfinite_generation,
+    warn_saved_without,
 )
 from ..remote.tokenization_chatglm import CHAT_TEMPLATE
 from ..terminal_text import (
@@ -55,13 +55,9 @@ from ..terminal_text import (
     show_progress,
 )
 from .base import ADAPTER_CONFIG, ModelSource
-from .check_weights import (
-    NO_WEIGHTS_PROBLEM,
-    require_complete_weights,
-    require_readable,
-)
-from .find import print_assumptions, require_known_quantizer
-from .limits import RANKS_FILE, SETTINGS_FILES
+from .check_weights import NO_WEIGHTS_PROBLEM, require_complete_weights, require_readable
+from .find import print_cogagent_assumptions, require_known_quantizer
+from .limits import BPE_RANKS_FILE, PROCESSOR_JSON_FILES
 from .loading import load_processor
 from .weight_files import (
     SINGLE_FILE,
@@ -70,7 +66,7 @@ from .weight_files import (
     read_header,
     require_agreement,
     shards_of,
-    standard_index,
+    without_foreign_entries,
 )
 
 REMOTE_FOLDER = Path(__file__).parents[1] / "remote"
@@ -80,7 +76,14 @@ TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.j
 TEMPLATE = "chat_template.jinja"
 LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "MODEL_LICENSE")
 # The files that are read. Code is not among them.
-READ_FILES = (CONFIG, GENERATION_CONFIG, WEIGHTS_INDEX, RANKS_FILE, TEMPLATE, *SETTINGS_FILES)
+READ_FILES = (
+    CONFIG,
+    GENERATION_CONFIG,
+    WEIGHTS_INDEX,
+    BPE_RANKS_FILE,
+    TEMPLATE,
+    *PROCESSOR_JSON_FILES,
+)
 # The Auto classes that the auto_map of each file names; config.json names all of them.
 AUTO_CLASSES = {
     CONFIG: [*FULL_AUTO_MAP],
@@ -135,13 +138,13 @@ def read_our_code() -> dict[str, bytes]:
     return files
 
 
-def require_glm4v_config(name: str, texts: Mapping[str, bytes]) -> None:
-    """Raise ``ValueError`` unless a model's config.json is a glm-4v's or a cogagent-9b's."""
-    if reason := why_not_glm4v(_read_json(name, texts, CONFIG)):
-        raise ValueError(f"{name}: {CONFIG} is not a glm-4v's: {reason}")
+def require_glm4v_config(name: str, source_files: Mapping[str, bytes]) -> None:
+    """Raise ``ValueError`` unless config.json belongs to a glm-4v or a cogagent-9b."""
+    if reason := why_not_glm4v(_read_json(name, source_files, CONFIG)):
+        raise ValueError(f"{name}: {CONFIG} does not belong to a glm-4v: {reason}")
 
 
-def make_model_files(name: str, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+def make_model_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return code, settings, vocabulary and index of a model, by file name.
 
     The result depends only on the arguments and on this package's version: it is the same with
@@ -149,47 +152,48 @@ def make_model_files(name: str, texts: Mapping[str, bytes]) -> dict[str, bytes]:
 
     Args:
         name: The model's folder or id, for messages.
-        texts: Its files of settings and vocabulary, by name (:data:`READ_FILES`); others are
-            ignored.
+        source_files: Its files of settings and vocabulary, by name (:data:`READ_FILES`).
 
     Raises:
-        ValueError: The config is not a glm-4v's, a file is invalid, or two files disagree.
+        ValueError: The config belongs to another model, a file is invalid, or two files disagree.
     """
-    require_glm4v_config(name, texts)
-    files = _processor_files(name, texts)
-    config = _make_config(name, texts, files)
+    require_glm4v_config(name, source_files)
+    files = _processor_files(name, source_files)
+    config = _make_config(name, source_files, files)
     files |= read_our_code() | {CONFIG: to_json_bytes(config)}
-    files[GENERATION_CONFIG] = _generation_config(name, texts, config)
-    if WEIGHTS_INDEX in texts:
-        index = _read_json(name, texts, WEIGHTS_INDEX)
-        standard = standard_index(index)
+    files[GENERATION_CONFIG] = _generation_config(name, source_files, config)
+    if WEIGHTS_INDEX in source_files:
+        index = _read_json(name, source_files, WEIGHTS_INDEX)
+        standard = without_foreign_entries(index)
         files[WEIGHTS_INDEX] = (
-            texts[WEIGHTS_INDEX] if standard == index else to_json_bytes(standard)
+            source_files[WEIGHTS_INDEX] if standard == index else to_json_bytes(standard)
         )
     return files
 
 
-def _read_json(name: str, texts: Mapping[str, bytes], file: str) -> dict[str, Any]:
-    if file not in texts:
+def _read_json(name: str, source_files: Mapping[str, bytes], file: str) -> dict[str, Any]:
+    if file not in source_files:
         raise ValueError(f"{name} has no {file}")
-    return parse_json_object(texts[file], f"{name}: {file}")
+    return parse_json_object(source_files[file], f"{name}: {file}")
 
 
 def _auto_map(file: str) -> dict[str, Any]:
     return {auto_class: FULL_AUTO_MAP[auto_class] for auto_class in AUTO_CLASSES[file]}
 
 
-def _generation_config(name: str, texts: Mapping[str, bytes], config: dict[str, Any]) -> bytes:
+def _generation_config(
+    name: str, source_files: Mapping[str, bytes], config: dict[str, Any]
+) -> bytes:
     """Return generation_config.json with the options in :data:`GENERATION_KEYS`."""
     values = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     file = f"{name}: {GENERATION_CONFIG}"
-    if GENERATION_CONFIG in texts:
-        values = _read_json(name, texts, GENERATION_CONFIG)
+    if GENERATION_CONFIG in source_files:
+        values = _read_json(name, source_files, GENERATION_CONFIG)
     known = keep_known_settings(values, GENERATION_KEYS, file)
     refuse_nonfinite_generation(known, file)
     _check_eos_ids(known, config["padded_vocab_size"], file)
-    is_unchanged = known == values and GENERATION_CONFIG in texts
-    return texts[GENERATION_CONFIG] if is_unchanged else to_json_bytes(known)
+    is_unchanged = known == values and GENERATION_CONFIG in source_files
+    return source_files[GENERATION_CONFIG] if is_unchanged else to_json_bytes(known)
 
 
 def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
@@ -202,11 +206,11 @@ def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
 
 
 def _make_config(
-    name: str, texts: Mapping[str, bytes], processor_files: Mapping[str, bytes]
+    name: str, source_files: Mapping[str, bytes], processor_files: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """Return config.json with missing token ids added and our classes in auto_map."""
     file = f"{name}: {CONFIG}"
-    values = _read_json(name, texts, CONFIG)
+    values = _read_json(name, source_files, CONFIG)
     vision = keep_known_settings(values["vision_config"], VISION_KEYS, f"{file}: vision_config")
     aliases = ChatGLMConfig.attribute_map
     values.pop("_name_or_path", None)
@@ -221,12 +225,12 @@ def _make_config(
                 f"{file}: {key} is {config[key]}, but the tokenizer has {ids.get(token)} for "
                 f"{token}"
             )
-    try:  # of a copy, because transformers takes keys out of it
+    try:  # with a copy, because transformers removes keys from its argument
         checked = ChatGLMConfig.from_dict(deepcopy(config | {"vision_config": vision}))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     config |= {key: getattr(checked, key) for key in ("eos_token_id",) if key not in config}
-    # Two names of one setting: only the one that older versions of the code know is kept.
+    # Store each setting only under the name that older versions of the code know.
     config |= {own: getattr(checked, own) for alias, own in aliases.items() if alias in config}
     config = {key: value for key, value in config.items() if key not in aliases}
     _check_eos_ids(config, checked.padded_vocab_size, file)
@@ -243,24 +247,24 @@ def _make_config(
     return config | {"architectures": [ARCHITECTURE], "auto_map": _auto_map(CONFIG)}
 
 
-def _processor_files(name: str, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+def _processor_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files of tokenizer and processor, the same with every supported transformers.
 
     In all versions, save_pretrained writes the same tokenizer.json, chat template and image
     processor values. The other two config files differ between versions, so they are made here:
     tokenizer_config.json from the source's fields, processor_config.json with only processor_class
-    and auto_map. The image processor has a file of its own, because transformers 4 reads no other;
-    transformers 5 reads this file, too.
+    and auto_map. The image processor gets its own file, the only one that transformers 4 reads for
+    it. transformers 5 reads that file, too.
     """
-    tokenizer = _read_json(name, texts, TOKENIZER_CONFIG)
+    tokenizer = _read_json(name, source_files, TOKENIZER_CONFIG)
     # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
     with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
-        for file in texts.keys() & {*READ_FILES}:
-            Path(unchanged, file).write_bytes(texts[file])
+        for file in source_files.keys() & {*READ_FILES}:
+            Path(unchanged, file).write_bytes(source_files[file])
         try:
             processor = load_processor(ModelSource(unchanged))
             if IMAGE_MARK not in (processor.chat_template or ""):
-                log_unknown(["chat_template, which has no images"], name)
+                warn_saved_without(["chat_template, which has no images"], name)
                 processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE
             chat = [{"role": "user", "image": Image.new("RGB", (32, 32)), "content": "?"}]
             processor.apply_chat_template(chat, tokenize=True, return_dict=True)
@@ -299,7 +303,7 @@ class WeightFiles(NamedTuple):
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """Return the safetensors files of a folder, also those with names that transformers ignores.
+    """Return a folder's safetensors files, even if transformers would ignore their names.
 
     Raises:
         ValueError: There are none, or they contradict each other or their index.
@@ -327,18 +331,18 @@ def find_weight_files(folder: Path) -> WeightFiles:
     return WeightFiles({name: folder / name for name in names}, tensors, index)
 
 
-def read_texts(folder: Path) -> dict[str, bytes]:
+def read_source_files(folder: Path) -> dict[str, bytes]:
     """Return a model's files of settings, vocabulary and license, by name.
 
     Raises:
         ValueError: A file is too large, or is a link out of the folder.
     """
-    texts = {}
+    source_files = {}
     for path in sorted(folder.iterdir()):
         if path.name in (*READ_FILES, *LICENSES):
             require_inside(path, folder)
-            texts[path.name] = read_bytes_within_limit(path)
-    return texts
+            source_files[path.name] = read_bytes_within_limit(path)
+    return source_files
 
 
 def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
@@ -406,8 +410,8 @@ def adopt(folder: Path, out: Path | None = None) -> str:
     require_apart(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
-    if not model.config.original_rope:
-        print_assumptions(str(folder))
+    if not model.config.original_rope:  # a cogagent-9b
+        print_cogagent_assumptions(str(folder))
     if is_default and all(
         (folder / name).is_file() and (folder / name).read_bytes() == content
         for name, content in model.contents.items()
@@ -428,7 +432,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
 def _check_model(folder: Path) -> CheckedModel:
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is not a folder; expected that of a model (from the Hub: hf download "
+            f"{folder} is not a folder; expected a model's folder (from the Hub: hf download "
             "ORG/NAME --local-dir FOLDER)"
         )
     if (folder / ADAPTER_CONFIG).exists():
@@ -438,18 +442,18 @@ def _check_model(folder: Path) -> CheckedModel:
             "they are already in the weights beside them, move their files away"
         )
     try:
-        texts = read_texts(folder)
-        require_glm4v_config(str(folder), texts)
+        source_files = read_source_files(folder)
+        require_glm4v_config(str(folder), source_files)
         weights = find_weight_files(folder)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(str(folder)) else f"{folder}: {text}") from None
     if weights.file_index is None:
-        texts.pop(WEIGHTS_INDEX, None)  # transformers does not read it beside a single file
+        source_files.pop(WEIGHTS_INDEX, None)  # transformers does not read it beside a single file
     else:
-        texts.setdefault(WEIGHTS_INDEX, to_json_bytes(weights.file_index))
-    contents = make_model_files(str(folder), texts)
-    contents |= {name: content for name, content in texts.items() if name not in READ_FILES}
+        source_files.setdefault(WEIGHTS_INDEX, to_json_bytes(weights.file_index))
+    contents = make_model_files(str(folder), source_files)
+    contents |= {name: content for name, content in source_files.items() if name not in READ_FILES}
     values = json.loads(contents[CONFIG])
     if quantization := values.get("quantization_config"):
         method = quantization.get("quant_method")
@@ -471,15 +475,15 @@ def _check_model(folder: Path) -> CheckedModel:
 def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
     """Return the lines that the command prints."""
     config, weights = model.config, model.weights
-    kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"
+    model_kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"
     size = sum(path.stat().st_size for path in weights.paths.values())
-    number_linked = len(weights.paths) - len(copies)
-    kinds = [f"{number_linked} hard links, which take no space"] * bool(number_linked)
-    kinds += [f"{len(copies)} copies, because they cannot be linked"] * bool(copies)
+    num_linked = len(weights.paths) - len(copies)
+    placed = [f"{num_linked} hard links, which take no space"] * bool(num_linked)
+    placed += [f"{len(copies)} copies, because they cannot be linked"] * bool(copies)
     files = pluralize(len(weights.paths), "file")
     lines = [
-        f"{out}: a {kind} with the code of version {__version__}",
-        f"{files} of weights ({format_bytes(size)}): {', '.join(kinds)}",
+        f"{out}: a {model_kind} with the code of version {__version__}",
+        f"{files} of weights ({format_bytes(size)}): {', '.join(placed)}",
     ]
     if model.left_out:
         lines.append(f"left out of {folder}: {printable(listed(model.left_out, 8))}")

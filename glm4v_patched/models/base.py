@@ -54,8 +54,8 @@ UNSUPPORTED_SETTINGS: tuple[str, ...] = (
 )
 NOT_NULL_SETTINGS = {"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"}
 MAX_FULLY_HASHED_BYTES = 64 * 2**20
-# In larger files, BLOCKS blocks of BLOCK bytes are hashed.
-BLOCK, BLOCKS = 64 * 2**10, 64
+# In larger files, NUM_BLOCKS blocks of BLOCK_BYTES are hashed.
+BLOCK_BYTES, NUM_BLOCKS = 64 * 2**10, 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelSource:
 
     Attributes:
         model: The folder or Hub id of the model's weights.
-        revision: The revision of a Hub id; its commit once :func:`pin_revision` has looked it up.
+        revision: The revision of a Hub id; after :func:`pin_revision` its commit.
         adapters: The folder of the adapters.
     """
 
@@ -74,7 +74,7 @@ class ModelSource:
 
 
 def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
-    """Return the folders that are read, each after its name for :func:`paths.require_apart`."""
+    """Return ``(description, path)`` of the folders that are read (:func:`paths.require_apart`)."""
     folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
     if base.adapters is not None:
         folders.append(("the adapters' folder", base.adapters))
@@ -161,7 +161,8 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
         )
     if reason := why_not_glm4v(read_json_object(model / "config.json")):
         raise ValueError(
-            f"{adapters} are adapters of {model}, whose config.json is not a glm-4v's: {reason}"
+            f"{adapters} are adapters of {model}, whose config.json does not belong to a glm-4v: "
+            f"{reason}"
         )
 
 
@@ -251,15 +252,15 @@ def identify(base: ModelSource) -> dict[str, str]:
 def digest_file(path: Path) -> str:
     """Return the sha256 of a file.
 
-    Of a file above 64 MiB, only the size and 64 evenly spaced blocks of 64 KiB are hashed. The
-    digest does not change with a byte between the blocks.
+    Above 64 MiB, only the size and 64 evenly spaced blocks of 64 KiB are hashed. A change between
+    the blocks then leaves the digest as it is.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= MAX_FULLY_HASHED_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         sha256 = hashlib.sha256(str(size).encode())
-        for number in range(BLOCKS):
-            file.seek(number * (size - BLOCK) // (BLOCKS - 1))
-            sha256.update(file.read(BLOCK))
+        for number in range(NUM_BLOCKS):
+            file.seek(number * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
+            sha256.update(file.read(BLOCK_BYTES))
     return f"{sha256.hexdigest()} (of samples)"

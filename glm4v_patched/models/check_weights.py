@@ -26,7 +26,9 @@ from .weight_files import (
     tensors_of,
 )
 
-COMPUTED = "rotary_pos_emb.inv_freq"  # a buffer in published weights, which the model computes
+COMPUTED_BUFFER_SUFFIX = (
+    "rotary_pos_emb.inv_freq"  # a buffer in published weights, which the model computes
+)
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 NO_WEIGHTS_PROBLEM = (
     f"a folder without weights; expected {SINGLE_FILE}, or {WEIGHTS_INDEX} and its shards. "
@@ -56,9 +58,9 @@ def _require_model_folder(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         return
     if not (folder / "config.json").exists():
-        raise ValueError("a folder without config.json; expected that of a glm-4v")
+        raise ValueError("a folder without config.json; expected the folder of a glm-4v")
     if reason := why_not_glm4v(read_json_object(folder / "config.json")):
-        raise ValueError(f"its config.json is not a glm-4v's: {reason}")
+        raise ValueError(f"its config.json does not belong to a glm-4v: {reason}")
     if not tensors_of(folder) and not shards_of(folder):
         raise ValueError(NO_WEIGHTS_PROBLEM)
 
@@ -75,7 +77,7 @@ def require_complete_model(
         revision: The commit, if ``model`` is an id of the Hub.
         from_scratch: Prefixes of names of weights that are missing on purpose, and that the
             training trains from random values.
-        trained: The recipe's ``trained``: the parts of the model that are trained.
+        trained: The recipe's field ``trained``, which names the parts that are trained.
 
     Returns:
         The number of weights that are present.
@@ -136,9 +138,8 @@ def require_complete_weights(
         name for name in allowed if part_of_parameter(name) not in trained_parts(trained)
     ]:
         raise ValueError(
-            f"from_scratch has {frozen[0]}, which is missing in {model} and is not trained by "
-            f"trained: {trained}; expected trained to be full, or to include "
-            f"{part_of_parameter(frozen[0])}"
+            f"from_scratch has {frozen[0]}, which is missing in {model}, but trained: {trained} "
+            f"does not train it; expected full, or parts with {part_of_parameter(frozen[0])}"
         )
     not_allowed = [f"{name} {[*expected[name]]}" for name in missing if name not in allowed]
     groups = (
@@ -146,19 +147,19 @@ def require_complete_weights(
             not_allowed,
             f"of {len(expected)} weights are missing, which would be randomly initialized",
         ),
-        (unexpected, "weights are not part of the model of its config.json"),
+        (unexpected, "weights are not part of the model that its config.json describes"),
         (mismatched, "weights have other shapes than its config.json says"),
         (
             integers,
-            f"weights are not {', '.join(sorted(FLOAT_DTYPES))}, without a quantization_config",
+            f"weights are not {', '.join(sorted(FLOAT_DTYPES))}; no quantization_config says why",
         ),
     )
     problems = [f"{len(names)} {problem} ({listed(names)})" for names, problem in groups if names]
     if problems:
         raise ValueError(
             f"{model}: {'; '.join(problems)}; expected the names and shapes of the published "
-            "weights, with the config.json that was saved with them; merge adapters first (merge), "
-            "and name weights that may be randomly initialized in a recipe's from_scratch"
+            "weights, with the config.json that was saved with them; merge adapters first (merge); "
+            "a recipe's from_scratch lists weights that may be randomly initialized"
         )
     return len(expected) - len(allowed)
 
@@ -220,7 +221,7 @@ def _read_generation_config(values: dict) -> None:
 
 
 def quantized_by(model: str, revision: str | None = None) -> str | None:
-    """Return the config's name of the method by which a model was saved quantized, or None."""
+    """Return the method by which a model was saved quantized, such as "awq", or None."""
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
@@ -234,25 +235,27 @@ def _compare_weights(
     quantized: bool,
 ) -> tuple[list[str], list[str], list[str]]:
     """Return the names of weights that are missing, unexpected, and of another shape."""
-    # A decoder that was saved alone has names without the prefix, which transformers then adds.
+    # If the decoder was saved alone, names have no prefix, and transformers adds it.
     if not expected.keys() & present and any(DECODER_PREFIX + name in expected for name in present):
         present = {DECODER_PREFIX + name: info for name, info in present.items()}
-    present = {name: info for name, info in present.items() if not name.endswith(COMPUTED)}
+    present = {n: info for n, info in present.items() if not n.endswith(COMPUTED_BUFFER_SUFFIX)}
     # A quantized weight is stored in pieces, such as .weight.absmax, .weight_packed or .qweight.
-    modules = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present}
-    prefixes = tuple(name.removesuffix("weight") for name in expected if name.endswith(".weight"))
+    modules_with_tensors = {
+        name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present
+    }
+    piece_prefixes = tuple(n.removesuffix("weight") for n in expected if n.endswith(".weight"))
     if not quantized:
-        modules, prefixes = set(), ()
+        modules_with_tensors, piece_prefixes = set(), ()
     missing = [
         name
         for name in expected
         if name not in present
-        and not (name.endswith(".weight") and name.removesuffix(".weight") in modules)
+        and not (name.endswith(".weight") and name.removesuffix(".weight") in modules_with_tensors)
     ]
     unexpected = [
         f"{name} {[*info.shape] if info else ''}".rstrip()
         for name, info in present.items()
-        if name not in expected and not name.startswith(prefixes)
+        if name not in expected and not name.startswith(piece_prefixes)
     ]
     mismatched = [
         f"{name}: {[*info.shape]}, not {[*shape]}"

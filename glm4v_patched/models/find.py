@@ -18,14 +18,8 @@ from .base import (
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
 # The files of adapters that are downloaded from the Hub. None of them contains code.
-ADAPTER_FILES = [
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    "training.json",
-    "*token*.json",
-    "*processor*.json",
-]
-ADAPTER_FILES += ["tokenizer.model", "chat_template.jinja"]
+ADAPTER_FILES = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json"]
+ADAPTER_FILES += ["*processor*.json", "tokenizer.model", "chat_template.jinja"]
 
 
 def find_model_problem(model: str) -> str | None:
@@ -75,7 +69,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
 
             require_adapters(base)
         else:
-            note_assumptions(base)
+            note_cogagent_assumptions(base)
     if method := quantized_by(base.model, base.revision):
         if weights is not None:
             raise ValueError(
@@ -87,24 +81,24 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     return base
 
 
-def note_assumptions(base: ModelSource) -> None:
-    """Print what we assume of a cogagent-9b, unless its config names our class.
+def note_cogagent_assumptions(base: ModelSource) -> None:
+    """Print what this package assumes of a cogagent-9b, unless it has saved the model itself.
 
-    So nothing is printed for a model that this package has saved, such as a trained one.
+    A model that it has saved names our class in its config.
     """
     from ..remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 
     config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
     our_class = AUTO_MAP["AutoModelForCausalLM"].rpartition(".")[2]
     if not config.original_rope and our_class not in (config.architectures or ()):
-        print_assumptions(base.model)
+        print_cogagent_assumptions(base.model)
 
 
-def print_assumptions(model: str) -> None:
-    """Print what we assume of a cogagent-9b."""
+def print_cogagent_assumptions(model: str) -> None:
+    """Print what this package assumes of a cogagent-9b."""
     line = (
         f"{model} rotates by halves, as cogagent-9b does. Its published code was not read for this "
-        "package: the tokens of an image are taken to share one position, as in glm-4v-9b. "
+        "package: the tokens of an image are taken to share one position id, as in glm-4v-9b. "
         "`glm4v-patched compare FOLDER` tests this on your download"
     )
     write_line(printable(line), file=sys.stderr)
@@ -133,7 +127,7 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
         cure = f"if it was moved, write its path as {key} in {folder / ADAPTER_CONFIG}"
         if downloaded is not None:
             cure = (
-                "this is a folder of the person who trained them; find out which model it was, and "
+                "this path is from the machine that trained them; find out which model it was, and "
                 f"write it as {key} in a copy of the adapters (hf download {name} --local-dir "
                 "FOLDER)"
             )
@@ -145,8 +139,8 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
     """Return the folder in the Hub's cache that has the adapters of a Hub id.
 
-    They are downloaded if needed. Return None for a local folder, and if no adapters are found:
-    :func:`pin_revision` then reports errors.
+    They are downloaded if needed. Return None for a local folder, and if no adapters are found;
+    :func:`pin_revision` reports errors later.
 
     Raises:
         ValueError: The Hub does not respond, and the cache has no config of this id.

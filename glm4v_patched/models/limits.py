@@ -24,12 +24,12 @@ from .weight_files import read_header
 
 # JSON files that transformers reads by itself, except config.json, which is checked with the
 # weights.
-SETTINGS_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
-SETTINGS_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
-SETTINGS_FILES += ["tokenizer_config.json"]
+PROCESSOR_JSON_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
+PROCESSOR_JSON_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
+PROCESSOR_JSON_FILES += ["tokenizer_config.json"]
 TEMPLATE_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
-RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
-# Keys with which transformers reads other files in place of SETTINGS_FILES and RANKS_FILE.
+BPE_RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
+# Keys that make transformers read other files than PROCESSOR_JSON_FILES and BPE_RANKS_FILE.
 OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
 OTHER_FILE_KEYS |= {"tokenizer_object"}
 # Limits of the number of tokens beside the vocabulary, of the characters of such a token, and of
@@ -133,9 +133,9 @@ def require_settings(location: str, revision: str) -> None:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        patterns = [*SETTINGS_FILES, *TEMPLATE_FILES, RANKS_FILE]
+        patterns = [*PROCESSOR_JSON_FILES, *TEMPLATE_FILES, BPE_RANKS_FILE]
         folder = Path(snapshot_download(location, revision=revision, allow_patterns=patterns))
-    for name in SETTINGS_FILES:
+    for name in PROCESSOR_JSON_FILES:
         if (path := folder / name).exists():
             _require_setting(path, path.stat().st_mtime_ns)
     templates = (path for pattern in TEMPLATE_FILES for path in folder.glob(pattern))
@@ -144,7 +144,7 @@ def require_settings(location: str, revision: str) -> None:
             read_bytes_within_limit(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
-    if (path := folder / RANKS_FILE).exists():
+    if (path := folder / BPE_RANKS_FILE).exists():
         longest = max(map(len, read_bytes_within_limit(path).splitlines()), default=0)
         if longest > MAX_RANK_LINE_BYTES:
             problem = f"{path} has a line of {longest:,} bytes"
@@ -231,7 +231,7 @@ def require_adapters(base: ModelSource) -> None:
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            # These warnings are about peft's own use of transformers, and about missing names.
+            # peft warns about its own use of transformers, and about missing names.
             warnings.simplefilter("ignore")
             settings = LoraConfig.from_pretrained(str(base.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
@@ -239,7 +239,7 @@ def require_adapters(base: ModelSource) -> None:
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # Weights that do not depend on the rank have sizes of the model. Loading reports missing ones.
+    # The sizes of other weights do not depend on the rank. Loading reports those that are missing.
     expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
     mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
     if mismatched:

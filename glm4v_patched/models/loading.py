@@ -57,7 +57,7 @@ def load_with_processor(
             "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
             "To use the CPU: --device cpu"
         )
-    if os.path.isdir(base.model):  # a download has a bar that shows more than our line
+    if os.path.isdir(base.model):  # the progress bar of a download shows more than our line
         disable_progress_bar()
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": dtype}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
@@ -104,8 +104,8 @@ def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str
     """Return the dtype that answers are computed in on a CPU, and why if ``dtype`` is "auto".
 
     On a CPU without instructions for bf16, prompts take several times as long in 16 bits as in
-    fp32, and generated tokens as long. A model that was saved quantized, in fp32 or without its
-    dtype in the config remains as it was saved.
+    fp32; generated tokens take equally long. A model that was saved quantized, in fp32 or without
+    its dtype in the config remains as it was saved.
 
     Args:
         dtype: Name of a dtype of torch, or "auto".

@@ -63,8 +63,7 @@ def place_processes(
     gpus = find_gpus()
     if not gpus.devices:
         raise PlacementError(
-            "--device",
-            f"there is no GPU: {gpus.reason}; to use the CPU: --device cpu",
+            "--device", f"there is no GPU: {gpus.reason}; to use the CPU: --device cpu"
         )
     needed = processes or (1 if zero_stage == 0 else len(gpus))
     if len(gpus) < needed:

@@ -1,8 +1,8 @@
 """Options for quantizing the weights of the layers; imports nothing, so that ``--help`` is fast."""
 
 WEIGHT_FORMATS = ("4bit", "8bit", "fp8")
-"""bitsandbytes with 4 bits (NF4, as qlora trains them) or 8 bits (LLM.int8); fp8: stored and
-multiplied as frozen weights are in training with ``engine.fp8`` (:mod:`..engine.fp8`)."""
+"""4bit is bitsandbytes' NF4, which qlora uses, too; 8bit is its LLM.int8. fp8 treats weights as
+training with ``engine.fp8`` treats frozen ones (:mod:`..engine.fp8`)."""
 
 
 def check_weights_option(weights: str | None, device: str, cache: str = "auto") -> None:

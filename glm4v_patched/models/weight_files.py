@@ -12,7 +12,7 @@ from ..patch.config_json import parse_json_object, read_json_object
 from ..terminal_text import shorten
 
 SINGLE_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-# How a small file of git-lfs begins that stands for a file that was not downloaded.
+# The first bytes of a git-lfs pointer, a small file in place of one that was not downloaded.
 LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER_BYTES = 10**8  # limit of the safetensors library
 
@@ -65,9 +65,8 @@ def shards_of(folder: Path) -> list[str]:
     """Return the names of a model's weight files; empty if there are none.
 
     Raises:
-        ValueError: The index cannot be read; it names a path that is not a file's name, and so may
-            lead out of the folder; or there is a single weight file beside it that it does not
-            name.
+        ValueError: The index cannot be read; it names a path outside of the folder; or there
+            is a single weight file beside it that it does not name.
     """
     has_single_file = (folder / SINGLE_FILE).is_file()
     if not (folder / WEIGHTS_INDEX).exists():
@@ -82,7 +81,7 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def check_index(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return the file of each tensor, as an index says.
+    """Check an index, and return the file name of each tensor.
 
     Raises:
         ValueError: The index is invalid, or transformers cannot load weights with it.
@@ -107,7 +106,7 @@ def check_index(index: Mapping[str, Any]) -> dict[str, str]:
     return weight_map
 
 
-def standard_index(index: Mapping[str, Any]) -> dict[str, Any]:
+def without_foreign_entries(index: Mapping[str, Any]) -> dict[str, Any]:
     """Return an index with only the entries that transformers writes."""
     sizes = ("total_size", "total_parameters")
     metadata = {key: value for key, value in index["metadata"].items() if key in sizes}

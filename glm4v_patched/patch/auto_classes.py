@@ -37,12 +37,7 @@ from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
 from .adapter_names import check_module_names
 from .patch_set import AttributePatch, PatchSet
-from .repository import (
-    ADAPTER_CONFIG_FILE,
-    IMAGE_PROCESSOR_CONFIG_FILE,
-    Repository,
-    is_glm4v,
-)
+from .repository import ADAPTER_CONFIG_FILE, IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +86,9 @@ class _ApplyOptions:
         if not isinstance(fused, (bool, type(None))):
             raise ValueError(f"fused_linear_cross_entropy is {fused!r}: give True or False")
         if not isinstance(attention, (str, type(None))):
-            raise ValueError(f"attn_implementation is {attention!r}: give the name of one")
+            raise ValueError(
+                f"attn_implementation is {attention!r}: give the name of an implementation"
+            )
 
     @property
     def loading_kwargs(self) -> dict[str, str]:
@@ -109,7 +106,7 @@ class _PatchState:
 
 
 def require_tested_transformers(version: str) -> None:
-    """Raise ``ImportError`` for an untested version, of which the model's code only warns."""
+    """Raise ``ImportError`` for an untested version; the code in ``remote`` would only warn."""
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
@@ -211,7 +208,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
-    # Resolve the class first: this import makes transformers 5.8 replace its module object.
+    # Resolve the class first: its import makes transformers 5.8 replace the package's module.
     real_class, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
     if package.AutoImageProcessor is not real_class:  # the package exports the placeholder
         patches.append(
@@ -248,8 +245,8 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
             is_ours = repository.contains_glm4v()
         if not is_ours:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
-        if repository.hub_timeout is not None:
-            logger.warning("%s: the files in the cache are loaded", repository.hub_timeout)
+        if repository.hub_timeout_error is not None:
+            logger.warning("%s: the files in the cache are loaded", repository.hub_timeout_error)
             kwargs["local_files_only"] = True
         return load(pretrained_model_name_or_path, *args, **_drop_auto_kwargs(kwargs))
 
@@ -275,8 +272,8 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
 def _refuse_remote_code(original: Callable) -> Callable:
     """Wrap ``get_class_from_dynamic_module``, so that it refuses the code of a glm-4v.
 
-    That code does not work with our config. Only references to original methods, from before
-    ``apply``, would import it.
+    That code does not work with our config. It would be imported by references from before
+    ``apply``, and by Auto classes that are not patched.
     """
 
     @functools.wraps(original)
@@ -334,8 +331,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
 def _refuse_videos(name_or_path, *args, **kwargs):
     """Raise ``ValueError``.
 
-    Pipelines load a video processor for every model. transformers would look for one in our image
-    processor's code, after asking the user to trust that code.
+    Pipelines load a video processor for every model. transformers would search the code of our
+    image processor for one, after asking the user to trust that code.
     """
     raise ValueError(f"{name_or_path} is a glm-4v, which reads no videos: give frames as images")
 
@@ -354,7 +351,7 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
         if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):
             for name in arguments.get("selected_adapters") or self.peft_config:
-                # peft's names of folders
+                # peft saves the adapter "default" to save_directory itself.
                 folder = Path(save_directory, "" if name == "default" else name)
                 custom_object_save(base, folder)
                 config_file = folder / ADAPTER_CONFIG_FILE

@@ -19,7 +19,7 @@ MAX_JSON_DEPTH = 64
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
-    """Return why a config is not a glm-4v's, or ``None`` if it is one or a cogagent-9b's.
+    """Return why a config belongs to no glm-4v or cogagent-9b, or ``None`` if it belongs to one.
 
     chatglm2, chatglm3 and the text models of GLM-4 have the model type "chatglm", too, but no
     vision_config.
@@ -35,7 +35,7 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
 
 
 def is_glm4v(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is a glm-4v's."""
+    """Return whether a config belongs to a glm-4v or a cogagent-9b."""
     return why_not_glm4v(config) is None
 
 

@@ -40,7 +40,7 @@ class Repository:
             self._download_options.setdefault("token", kwargs["use_auth_token"])
 
     @cached_property
-    def hub_timeout(self) -> str | None:
+    def hub_timeout_error(self) -> str | None:
         """Error message if the Hub does not answer in time, else ``None``.
 
         It is also ``None`` for local folders and when offline. This property sends one request with
@@ -83,8 +83,8 @@ class Repository:
             return None
         path = Path(self.name_or_path)
         if not path.is_file():
-            if ask_hub and self.hub_timeout is not None:
-                raise TimeoutError(f"{self.hub_timeout}, and {path} is not in the cache")
+            if ask_hub and self.hub_timeout_error is not None:
+                raise TimeoutError(f"{self.hub_timeout_error}, and {path} is not in the cache")
             raise_errors = ask_hub and file_name == MODEL_CONFIG_FILE
             cached = cached_file(
                 str(self.name_or_path),
@@ -104,7 +104,7 @@ class Repository:
         return None
 
     def contains_glm4v(self) -> bool:
-        """Return whether the files are those of a glm-4v, its adapter, or only its tokenizer.
+        """Return whether the files belong to a glm-4v, its adapter, or only its tokenizer.
 
         Cached files are read first, without a request to the Hub. Return ``False`` if the files
         cannot be read; ``from_pretrained`` then raises its own error.

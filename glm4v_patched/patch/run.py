@@ -1,4 +1,4 @@
-"""Start a Python script, module or command with glm-4v patched, in it and its child processes.
+"""Start a Python script, module or command with glm-4v patched, also in its child processes.
 
     python -m glm4v_patched.run train.py --lr 1e-5
     python -m glm4v_patched.run -m package.train --lr 1e-5
@@ -27,7 +27,7 @@ import glm4v_patched
 
 PATCHED_VARIABLE = "GLM4V_PATCHED"
 STARTUP_FOLDER = Path(__file__).resolve().with_name("startup")
-# Older launchers of DeepSpeed and torch put these options of the script before its name.
+# Older launchers of DeepSpeed and torch write these options for the script before its name.
 LAUNCHER_OPTIONS = ("--local_rank", "--local-rank")
 
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _interpreter_flags() -> list[str]:
     """Return the options of the Python interpreter itself, such as ``-u``."""
-    # The interpreter's flags, then the script, or "-m" and a module.
+    # They come before the script, or before "-m" and the module.
     flags = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return flags[:-2] if flags[-2:-1] == ["-m"] else flags[:-1]
 
@@ -78,8 +78,8 @@ def find_script(name: str) -> str:
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
         if name.endswith((".yaml", ".yml", ".json")):
             raise ValueError(
-                f"{name} is not a script; name the command that reads it first. To train a recipe "
-                f"of this package, run: glm4v-patched train {name}"
+                f"{name} is not a script; write the command that reads it before it. To train a "
+                f"recipe of this package, run: glm4v-patched train {name}"
             )
         return name
     if path is None:
@@ -98,6 +98,8 @@ def find_script(name: str) -> str:
 def options_from_environment() -> dict:
     """Return the keyword arguments of ``apply`` from ``GLM4V_PATCHED``.
 
+    0 keeps ``startup`` from patching a process; this command patches its processes nevertheless.
+
     Raises:
         ValueError: its value is neither empty, 0, 1 nor a JSON object.
     """
@@ -111,7 +113,7 @@ def options_from_environment() -> dict:
         raise ValueError(
             f"{PATCHED_VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
             'glm4v_patched.apply, such as {"fused_linear_cross_entropy": true}; expected one of '
-            "these, or 0 to switch patching off"
+            "these, or 0 to patch only what glm4v_patched.run starts"
         )
     return options
 

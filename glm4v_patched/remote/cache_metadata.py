@@ -38,12 +38,12 @@ class CacheMetadata(NamedTuple):
     key_fingerprint: Tensor | None
 
 
-# The attribute of a Cache that has its list[CacheMetadata], the latest prefill last.
+# The attribute that we add to a Cache: its list[CacheMetadata], the latest prefill last.
 METADATA_ATTRIBUTE = "glm4v_metadata"
 
 
 def cached_length(cache: Cache | None) -> int:
-    """Return how many positions a cache holds. For a static cache this waits for the device."""
+    """Return the number of a cache's entries. For a static cache this waits for the device."""
     length: Any = 0 if cache is None else cache.get_seq_length()
     # A static cache of transformers 5 returns its own counter, a tensor that changes later.
     return int(length) if isinstance(length, Tensor) else length
@@ -55,17 +55,17 @@ def is_static(cache: Cache | None) -> bool:
 
 
 def static_cache_len(cache: Cache | None) -> int | None:
-    """Return the capacity of a static cache in positions; ``None`` for any other cache."""
+    """Return the capacity of a static cache in entries; ``None`` for any other cache."""
     layers = [] if cache is None else cache.layers
     return getattr(layers[0], "max_cache_len", None) if layers else None
 
 
 def check_cache_capacity(cache: Cache | None, length: int) -> None:
-    """Raise ``ValueError`` if a static cache is smaller than ``length`` positions."""
+    """Raise ``ValueError`` if a static cache is smaller than ``length`` entries."""
     capacity = static_cache_len(cache)
     if capacity is not None and capacity < length:
         raise ValueError(
-            f"the static cache has {capacity} positions but {length} are needed: make it as large "
+            f"the static cache has {capacity} entries but {length} are needed: make it as large "
             "as the prompt, with its image placeholders expanded, and the answer together"
         )
 
@@ -74,8 +74,8 @@ def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
     return getattr(cache, METADATA_ATTRIBUTE, [])
 
 
-def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
-    """Record that ``batch`` was added to the cache after ``past_length`` positions.
+def record_pass(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
+    """Record that ``batch`` was added to the cache after ``past_length`` entries.
 
     If the cache was cropped before, metadata whose text starts after ``past_length`` is dropped.
     """
@@ -101,7 +101,7 @@ def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None
 
 
 def record_decode_step(cache: Cache, length: int) -> None:
-    """Record that a decode step will fill the cache with text up to ``length`` positions."""
+    """Record that a decode step will fill the cache with text up to ``length`` entries."""
     records = _get_metadata(cache)
     if records:
         setattr(cache, METADATA_ATTRIBUTE, [*records[:-1], records[-1]._replace(length=length)])
@@ -143,7 +143,7 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
     is_match = None if metadata is None else _match_sequences(cache, metadata, past_length)
     if metadata is None or is_match is None:
         raise ValueError(
-            f"the next position id after {past_length} cached positions is unknown (an image takes "
+            f"the next position id after {past_length} cache entries is unknown (an image takes "
             "more cache entries than position ids): it is known only for caches that this model "
             "filled, with readable keys, ending in text behind images and padding; pass "
             "position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
@@ -189,8 +189,8 @@ class ExpandedPrompt:
         input_ids: ``(B, L)``, the prompt's ids before expansion. ``generate`` passes the same
             tensor object until it has generated a token.
         batch: The prompt with its image placeholders expanded.
-        position_ids: The argument of ``generate``. In decode steps, some releases of transformers
-            pass only the position ids of new tokens.
+        position_ids: The argument of ``generate``. It is stored, because in decode steps some
+            releases of transformers pass only the position ids of new tokens.
         num_forward_calls: How often inputs for ``forward`` were prepared.
     """
 
@@ -217,7 +217,7 @@ class ExpandedPrompt:
         """Return the number of images in each sequence.
 
         If ``num_images`` is not the number of images in the whole prompt, count only the images
-        after the first ``past_length`` positions.
+        after the first ``past_length`` columns.
         """
         is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
         if int(is_begin.sum()) != num_images:
@@ -231,7 +231,7 @@ class ExpandedPrompt:
     def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
         """Return how many generated tokens have no cache entry yet.
 
-        Return 0 if the cache also lacks other tokens, so that no decode step is possible.
+        Return 0 if the cache also lacks prompt tokens, so that no decode step is possible.
         """
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from .cache_metadata import cached_length
 from .image_layout import exportable_cummax
 from .keywords import CACHE_KEYWORD, cache_kwarg, resolve_return_dict
-from .sharding import refuse_split_model
+from .sharding import refuse_device_map_in_several_processes
 
 # A name's suffix lists the tensor's dimensions: hidden_BRD is (B, R, D).
 # Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
@@ -51,7 +51,7 @@ class SequenceScoringMixin(nn.Module):
         ``options``.
 
         Args:
-            attention_mask: ``(B, cached + L)``. Without a mask, padding ids at the end of a
+            attention_mask: ``(B, past_length + L)``. Without a mask, padding ids at the end of a
                 sequence count as padding, as in transformers' own models. A batch of one sequence
                 needs no mask if ``config.pad_token_id`` is None.
             labels: ``(B,)``: a class for each sequence, or a value if ``num_labels`` is 1.
@@ -66,7 +66,7 @@ class SequenceScoringMixin(nn.Module):
         """
         self._check_keywords(options, input_ids)
         if self.training:
-            refuse_split_model(self)
+            refuse_device_map_in_several_processes(self)
         cache, return_dict = options.pop("cache", None), options.pop("return_dict", None)
         attention_mask, past_key_values, images = self.transformer._resolve_positional_args(
             attention_mask, past_key_values, cache, images
@@ -92,8 +92,8 @@ class SequenceScoringMixin(nn.Module):
             )
         hidden_BRD = output.last_hidden_state
         columns_B = self._last_tokens(hidden_BRD, output.attention_mask)
-        rows_B = torch.arange(columns_B.shape[0], device=columns_B.device)
-        logits = self.score(hidden_BRD[rows_B, columns_B])
+        sequences_B = torch.arange(columns_B.shape[0], device=columns_B.device)
+        logits = self.score(hidden_BRD[sequences_B, columns_B])
         loss = None
         if labels is not None:
             loss = self.loss_function(

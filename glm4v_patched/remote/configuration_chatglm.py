@@ -146,10 +146,7 @@ DTYPE_NAMES = ("auto", "float64", "float32", "float16", "bfloat16")
 VALUE_CHECKS: dict[str, ValueCheck] = {
     "flag": (_is_instance_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
-    "id": (
-        lambda value: value is None or _is_token_id(value),
-        "a token id, or null",
-    ),
+    "id": (lambda value: value is None or _is_token_id(value), "a token id, or null"),
     "ids": (
         lambda value: (
             value is None
@@ -216,7 +213,7 @@ def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{source}: sequence_bias")
 
 
-def filter_auto_map(auto_map: dict | None, saved: str | None) -> dict:
+def keep_our_auto_classes(auto_map: dict | None, saved: str | None) -> dict:
     """Return the entries of an ``auto_map`` that name classes of this code.
 
     Args:
@@ -233,8 +230,8 @@ def filter_auto_map(auto_map: dict | None, saved: str | None) -> dict:
     }
 
 
-def log_unknown(names: Iterable, file: str) -> None:
-    """Log the names of unknown settings, which are not saved."""
+def warn_saved_without(names: Iterable, file: str) -> None:
+    """Log the names of unknown settings, which are not saved to ``file``."""
     if names := [f"{name!r:.60}" for name in names]:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         logging.get_logger().warning(
@@ -245,12 +242,15 @@ def log_unknown(names: Iterable, file: str) -> None:
 
 def keep_known_settings(values: Mapping, known: Collection, file: str) -> dict:
     """Return the items of ``values`` with a known key, and log all other keys."""
-    log_unknown([key for key in values if key not in known], file)
+    warn_saved_without([key for key in values if key not in known], file)
     return {key: value for key, value in values.items() if key in known}
 
 
 def find_adapter_problem() -> str | None:
-    """Return why the installed transformers cannot load adapters of this model, or ``None``."""
+    """Return why adapters of this model cannot be loaded, or ``None``.
+
+    The text continues a sentence that begins with "transformers" and its version.
+    """
     if not is_peft_available():
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -309,7 +309,7 @@ FULL_AUTO_MAP: dict[str, Any] = AUTO_MAP | {
 }
 
 
-def _known_quantization_keys(quantization_config: dict) -> dict:
+def _known_quantization_settings(quantization_config: dict) -> dict:
     """Return the settings of a quantization config that transformers' class for it would save.
 
     Return all settings if that class rejects them, or if its package is not installed.
@@ -340,7 +340,7 @@ def _model_auto_map(auto_map: dict | None) -> dict:
 
 @dataclass(frozen=True)
 class EVA2CLIPVisionConfig:
-    """The ``vision_config`` of a glm-4v, validated.
+    """The validated ``vision_config`` of a glm-4v.
 
     Args:
         patch_size, image_size: Sides of squares, in pixels.
@@ -477,17 +477,10 @@ VISION_FIELD_CHECKS: dict[str, str | int] = {
     field.name: CHECK_BY_TYPE[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
 VISION_FIELD_CHECKS |= MAX_VISION_SIZES
-GENERAL_FIELD_CHECKS = {
-    "architectures": "texts",
-    "auto_map": "object",
-    "chunk_size_feed_forward": "number",
-}
-GENERAL_FIELD_CHECKS |= {
-    "id2label": "labels",
-    "label2id": "object",
-    "quantization_config": "object",
-}
-GENERAL_FIELD_CHECKS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
+GENERAL_FIELD_CHECKS = {"architectures": "texts", "auto_map": "object", "id2label": "labels"}
+GENERAL_FIELD_CHECKS |= {"chunk_size_feed_forward": "number", "label2id": "object"}
+GENERAL_FIELD_CHECKS |= {"quantization_config": "object", "vision_config": "object"}
+GENERAL_FIELD_CHECKS |= {"dtype": "dtype", "torch_dtype": "dtype"}
 GENERAL_FIELD_CHECKS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "optional_flag")
 GENERAL_FIELD_CHECKS |= dict.fromkeys(("output_hidden_states", "return_dict"), "optional_flag")
 GENERAL_FIELD_CHECKS |= {"problem_type": "text", "transformers_version": "text"}
@@ -498,7 +491,7 @@ KNOWN_ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
 TEXT_CONFIG_NAMES = ("decoder", "generator", "text_config", "text_encoder")
 KV_HEADS_ALIAS = "num_key_value_heads"
 # The keyword in which transformers' pipelines pass their task to from_pretrained.
-FROM_PIPELINE = "_from_pipeline"
+PIPELINE_TASK_KEYWORD = "_from_pipeline"
 # The base class of transformers 4 overwrites these fields with its own defaults.
 COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
@@ -541,7 +534,7 @@ class ChatGLMConfig(PretrainedConfig):
             if alias not in kwargs:
                 continue
             value = kwargs.pop(alias)
-            # to_dict writes both names of this field. The alias wins, because callers change it.
+            # to_dict writes both names of this field. The alias wins, because callers change that.
             if alias == KV_HEADS_ALIAS:
                 kwargs[name] = value
             if kwargs.setdefault(name, value) != value:
@@ -571,7 +564,7 @@ class ChatGLMConfig(PretrainedConfig):
         A config of this class is returned as it is.
 
         Raises:
-            ValueError: ``config`` is not a glm-4v's.
+            ValueError: ``config`` does not belong to a glm-4v.
         """
         if isinstance(config, cls):
             return config
@@ -597,9 +590,9 @@ class ChatGLMConfig(PretrainedConfig):
         The model's ``from_pretrained`` reads the task from there. It is never saved.
         """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        if kwargs.get(FROM_PIPELINE) is not None:
+        if kwargs.get(PIPELINE_TASK_KEYWORD) is not None:
             config = loaded[0] if isinstance(loaded, tuple) else loaded
-            setattr(config, FROM_PIPELINE, kwargs[FROM_PIPELINE])
+            setattr(config, PIPELINE_TASK_KEYWORD, kwargs[PIPELINE_TASK_KEYWORD])
         return loaded
 
     @classmethod
@@ -663,7 +656,7 @@ class ChatGLMConfig(PretrainedConfig):
         ]
         for name in own.keys() & {"vision_config", "quantization_config"}:
             unknown += [f"{name}.{key}" for key in values[name] if key not in own[name]]
-        log_unknown(unknown, "config.json")
+        warn_saved_without(unknown, "config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
@@ -671,7 +664,7 @@ class ChatGLMConfig(PretrainedConfig):
         # peft reads this alias from the dict.
         heads = {KV_HEADS_ALIAS: self.multi_query_group_num}
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
-        values.pop(FROM_PIPELINE, None)
+        values.pop(PIPELINE_TASK_KEYWORD, None)
         return values
 
     def to_diff_dict(self) -> dict:
@@ -683,11 +676,13 @@ class ChatGLMConfig(PretrainedConfig):
         vision = values["vision_config"]
         values["vision_config"] = {k: value for k, value in vision.items() if k in known}
         if "quantization_config" in values:
-            values["quantization_config"] = _known_quantization_keys(values["quantization_config"])
-        absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
+            values["quantization_config"] = _known_quantization_settings(
+                values["quantization_config"]
+            )
+        omitted = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
         if self.padded_vocab_size <= IMAGE_TOKEN_ID:
-            absent["image_token_id"] = None
-        for name, value in absent.items():
+            omitted["image_token_id"] = None
+        for name, value in omitted.items():
             if name in values and values[name] == value:
                 del values[name]
         return values

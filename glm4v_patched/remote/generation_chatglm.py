@@ -1,6 +1,6 @@
 """The model's side of transformers' ``generate``.
 
-``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded positions. So
+``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded tokens. So
 this module expands the prompt before the prefill, the pass that fills the cache. Decode steps need
 no device sync, because their inputs depend only on the :class:`ExpandedPrompt` and the number of
 generated tokens.
@@ -23,7 +23,7 @@ from .cache_metadata import (
     record_decode_step,
     static_cache_len,
 )
-from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
+from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation, warn_saved_without
 from .image_checks import InputBatch, check_position
 from .image_layout import ExpandedBatch, expand_image_placeholders
 from .keywords import (
@@ -53,7 +53,7 @@ def keep_known_options(generation_config: GenerationConfig) -> GenerationConfig:
     """Return a copy for saving, with only the options that transformers defines; log the others."""
     known = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
-    log_unknown(unknown, "generation_config.json")
+    warn_saved_without(unknown, "generation_config.json")
     for name in unknown:
         delattr(known, name)
     return known
@@ -97,7 +97,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Prepare the inputs of ``forward`` for the tokens that are not in the cache yet.
 
         For a prefill, this method expands image placeholders and slices off the cached part. If
-        the cache has ``expanded_prompt``, it prepares a decode step, without a device sync. With a
+        the cache already contains ``expanded_prompt``, it prepares a decode step, without a device
+        sync. With a
         static cache, all decode steps have the same shapes.
 
         Args:
@@ -144,13 +145,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
-        # Without generated tokens, input_ids has no columns, or ids that the caller also passed.
+        # Before the first token is generated, input_ids has no columns, or the ids that the caller
+        # passed beside the embeddings.
         if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
             # As everywhere in transformers, inputs_embeds includes the cached part.
             num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
             if num_new < 1:
                 raise ValueError(
-                    f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+                    f"inputs_embeds has {inputs_embeds.shape[1]} columns but the cache holds "
                     f"{past_length} already: give generate the embeddings of the whole sequences"
                 )
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
@@ -186,24 +188,20 @@ class ChatGLMGenerationMixin(GenerationMixin):
         }
         if prompt_length is not None:
             num_generated = batch.input_ids.shape[1] - prompt_length
-            # The number of uncached prompt positions, which is 0 in a decode step.
+            # The number of uncached prompt tokens, which is 0 in a decode step.
             inputs["prompt_length"] = length - num_generated - past_length
         return inputs
 
     def _expand_batch(
-        self,
-        batch: InputBatch,
-        images: Tensor | None,
-        past_length: int,
-        prompt_length: int | None,
+        self, batch: InputBatch, images: Tensor | None, past_length: int, prompt_length: int | None
     ) -> ExpandedBatch:
-        """Expand sequences that include the cached part, of ``past_length`` expanded positions."""
+        """Expand sequences that include the cached part, of ``past_length`` expanded tokens."""
         if batch.attention_mask is None:
             # transformers 5 drops a mask of ones. Here, position ids without a mask would mean
             # packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
         positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
-        batch = batch._replace(position_ids=positions, num_cached=past_length)
+        batch = batch._replace(position_ids=positions, num_cached_in_ids=past_length)
         num_images = 0 if images is None else len(images)
         prompt_format = self.transformer.prompt_format
         return expand_image_placeholders(batch, prompt_format, num_images, prompt_length)
@@ -287,7 +285,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # Suppress image ids, because in training they would be image ids without an image. An empty
+        # Suppress image ids: a training on generated text would find no images for them. An empty
         # suppress_tokens allows them. This processor comes before top-k and the like. It is not
         # merged with the one for suppress_tokens, because a caller's processor of the same class
         # replaces that one.
@@ -440,7 +438,7 @@ def _uncached_images(
     is_cut = image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
     if is_cut.any():
         raise ValueError(
-            f"the cache ends at position {past_length}, inside an image, which must be cached "
+            f"the cache ends at entry {past_length}, inside an image, which must be cached "
             "completely or not at all: crop before the image (assistant models and prompt lookup "
             "crop by unexpanded tokens: give them expanded prompts, as this model's processor "
             "makes them)"

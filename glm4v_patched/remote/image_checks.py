@@ -1,4 +1,4 @@
-"""Checks of a batch of token ids, masks, labels and images before it is computed.
+"""Checks of token ids, masks, labels and images before the model runs on them.
 
 Statistics of the batch are computed on its device and copied to the host in one transfer.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-# Shapes: B sequences, L length of input_ids, P number of cached positions.
+# Shapes: B sequences, L length of input_ids, P number of cache entries.
 
 
 def is_exporting() -> bool:
@@ -38,15 +38,15 @@ class InputBatch(NamedTuple):
             prompt.
         position_ids: ``(B, L)`` or ``(1, L)``. The inner tokens of an expanded image may share one
             position id, or each have its own (from a collator that does not know about images).
-            Where position ids restart at 0, a new packed sample begins. A mask of ones is then
+            Where position ids restart at 0, a new packed sample begins; a mask of ones is then
             ignored.
         labels: ``(B, L)`` int64.
         last_shift_label: ``(B, 1)`` int64, the label that the last token predicts.
-        past_length: ``P``, the number of cached positions before ``input_ids``.
+        past_length: ``P``, the number of cache entries before ``input_ids``.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached: If ``input_ids`` has the cached part, too (``past_length`` is then 0): the
-            number of cached positions, counted after expansion.
+        num_cached_in_ids: If ``input_ids`` repeats the cached part (``past_length`` is then
+            0): the length of that part after expansion.
     """
 
     input_ids: Tensor
@@ -56,7 +56,7 @@ class InputBatch(NamedTuple):
     last_shift_label: Tensor | None = None
     past_length: int = 0
     next_position: Tensor | None = None
-    num_cached: int = 0
+    num_cached_in_ids: int = 0
 
 
 def check_shapes(batch: InputBatch) -> None:
@@ -76,8 +76,8 @@ def check_shapes(batch: InputBatch) -> None:
     if mask is not None and mask.ndim == 2 and tuple(mask.shape) != expected:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} but input_ids {(batch_size, length)} "
-            f"after {past_length} cached positions need {expected}: give one entry for every "
-            "cached position and every input id; the model expands image placeholders and their "
+            f"after {past_length} cache entries need {expected}: give one value for every "
+            "cache entry and every input id; the model expands image placeholders and their "
             "mask itself"
         )
     for name, values in (("position_ids", batch.position_ids), ("labels", batch.labels)):
@@ -94,8 +94,9 @@ def check_shapes(batch: InputBatch) -> None:
 
 
 # Statistics that only batches with labels, position_ids, a mask or a cache have.
-OPTIONAL_STATS = ["smallest_label", "largest_label", "labels_inside", "zeros_inside"]
-OPTIONAL_STATS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "decreases"]
+OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images", "num_zeros_in_images"]
+OPTIONAL_STATS += ["num_unknown_positions", "num_wrong_mask_values", "num_padding"]
+OPTIONAL_STATS += ["num_restarts", "num_decreases"]
 
 
 def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
@@ -120,9 +121,9 @@ def assert_in_graph(
         The statistics that every valid batch has, and the worst case for those that vary.
     """
     last_id = prompt_format.vocab_size - 1
-    expected: dict = {"begins": num_images, "ends": num_images, "pairs": num_images}
-    expected |= {"inner_length": 1, "unknown_positions": 0, "wrong_mask_values": 0}
-    expected |= {"restarts": 0, "decreases": 0, "zeros_inside": 0}
+    expected: dict = dict.fromkeys(("num_begin_ids", "num_end_ids", "num_spans"), num_images)
+    expected |= {"inner_length": 1, "num_unknown_positions": 0, "num_wrong_mask_values": 0}
+    expected |= {"num_restarts": 0, "num_decreases": 0, "num_zeros_in_images": 0}
     length = batch.input_ids.shape[1]
     if may_expand:
         length = cast(int, stats["length"].item())  # a symbol, for which _check sets a bound
@@ -133,7 +134,7 @@ def assert_in_graph(
     # must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
-        expected["shortest"], has_equal_lengths = stats["length"], True
+        expected["shortest_length"], has_equal_lengths = stats["length"], True
     is_valid = stats["last_position"] < prompt_format.max_positions
     for name, value in expected.items():
         if name in stats:
@@ -147,23 +148,25 @@ def assert_in_graph(
         "prompts, as this model's processor makes them), it has begin- or end-of-image ids without "
         "a partner, or another problem that the same call without compilation reports",
     )
-    # "text_start" and "masked" are unknown: assume images to the end, and padding if there is a
-    # mask.
+    # The values of text_start and num_padding are unknown: assume images to the end, and padding if
+    # there is a mask.
     host_stats = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
-    host_stats |= {"length": length, "shortest": length if has_equal_lengths else 0}
-    return host_stats | {"text_start": length, "masked": int("masked" in stats)}
+    host_stats |= {"length": length, "shortest_length": length if has_equal_lengths else 0}
+    return host_stats | {"text_start": length, "num_padding": int("num_padding" in stats)}
 
 
 def check_images(
-    stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached: int
+    stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached_in_ids: int
 ) -> None:
     """Raise ``ValueError`` if the ids of images are invalid, or not as many as the images."""
-    begins, ends, pairs = stats["begins"], stats["ends"], stats["pairs"]
-    if not begins == ends == pairs:
+    num_begins, num_ends = stats["num_begin_ids"], stats["num_end_ids"]
+    num_spans, num_uncached = stats["num_spans"], stats["num_uncached_spans"]
+    if not num_begins == num_ends == num_spans:
         raise ValueError(
-            f"input_ids has {begins} begin-of-image ids ({prompt_format.begin_id}) and {ends} "
-            f"end-of-image ids ({prompt_format.end_id}), which form {pairs} pairs: every begin "
-            "needs its end later in the same sequence; was a sequence truncated inside an image?"
+            f"input_ids has {num_begins} begin-of-image ids ({prompt_format.begin_id}) and "
+            f"{num_ends} end-of-image ids ({prompt_format.end_id}), which form {num_spans} "
+            "pairs: every begin needs its end later in the same sequence; "
+            "was a sequence truncated inside an image?"
         )
     if stats["inner_length"] != 1:
         raise ValueError(
@@ -171,14 +174,13 @@ def check_images(
             f"(a placeholder to be expanded here) or {prompt_format.num_image_tokens} (expanded "
             "already, at this model's image_size)"
         )
-    uncached = stats["pairs_after_cache"]
     # The caller may pass all images or only those after the cache. If all images are cached, the
-    # model reads none, and the caller may pass fewer.
-    are_all_cached = num_cached > 0 and not uncached and num_images <= pairs
-    if num_images not in (pairs, uncached) and not are_all_cached:
+    # model reads none of them, so the caller may pass fewer.
+    are_all_cached = num_cached_in_ids > 0 and not num_uncached and num_images <= num_spans
+    if num_images not in (num_spans, num_uncached) and not are_all_cached:
         raise ValueError(
-            f"{num_images} images were given for {pairs} begin-of-image ids in input_ids: give one "
-            "image for each, in the order of their ids"
+            f"{num_images} images were given for {num_spans} begin-of-image ids in input_ids: give "
+            "one image for each, in the order of their ids"
         )
 
 
@@ -201,38 +203,39 @@ def check_batch_values(
                 f"{subject} {extreme}, but the vocabulary has {prompt_format.vocab_size} entries: "
                 f"{cure}"
             )
-    if padding_mask is not None and stats["wrong_mask_values"]:
+    if padding_mask is not None and stats["num_wrong_mask_values"]:
         wrong = padding_mask[(padding_mask != 0) & (padding_mask != 1)]
         raise ValueError(
             f"attention_mask has {wrong[0].item()} and {len(wrong) - 1} more values other than 0 "
             "(padding) and 1: give 0 and 1; packed sequences have no mask but position_ids that "
             "restart at 0 with each sample"
         )
-    if stats["zeros_inside"]:
+    if stats["num_zeros_in_images"]:
         raise ValueError(
-            f"position_ids are 0 at {stats['zeros_inside']} tokens between the begin and the end "
-            "of an image, where they have to continue from the begin: leave position_ids out, or "
-            "compute them from a mask that is 1 inside images"
+            f"position_ids are 0 at {stats['num_zeros_in_images']} tokens between the begin and "
+            "the end of an image, where they have to continue from the begin: leave position_ids "
+            "out, or compute them from a mask that is 1 inside images"
         )
-    restarts, masked = stats["restarts"] + stats["decreases"], stats["masked"]
-    if stats["decreases"] or (restarts and (masked or batch.past_length)):
+    num_restarts, num_padding = stats["num_restarts"] + stats["num_decreases"], stats["num_padding"]
+    if stats["num_decreases"] or (num_restarts and (num_padding or batch.past_length)):
         raise ValueError(
-            f"position_ids restart {restarts} times within sequences whose attention_mask has "
-            f"{masked} zeros, after {batch.past_length} cached positions: packing needs no cache, "
-            "no padding, and position_ids that restart at 0; give packed sequences no "
-            "attention_mask"
+            f"position_ids restart {num_restarts} times within sequences whose attention_mask has "
+            f"{num_padding} zeros, after {batch.past_length} cache entries: packing needs no "
+            "cache, no padding, and position_ids that restart at 0; give packed "
+            "sequences no attention_mask"
         )
-    if stats["unknown_positions"]:
+    if stats["num_unknown_positions"]:
         raise ValueError(
-            f"{stats['unknown_positions']} sequences of the cache are not as this model filled "
+            f"{stats['num_unknown_positions']} sequences of the cache are not as this model filled "
             "them, so their next position id is unknown: give position_ids"
         )
     check_position(stats["last_position"], prompt_format.max_positions)
-    if stats["labels_inside"] and num_items_in_batch is not None:
-        _check_num_items_in_batch(stats["labels_inside"], batch.labels, int(num_items_in_batch))
+    num_inside = stats["num_labels_in_images"]
+    if num_inside and num_items_in_batch is not None:
+        _check_num_items_in_batch(num_inside, batch.labels, int(num_items_in_batch))
 
 
-def _check_num_items_in_batch(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
+def _check_num_items_in_batch(num_inside: int, labels: Tensor | None, divisor: int) -> None:
     """Raise ``ValueError`` if ``num_items_in_batch`` may count labels inside images.
 
     The loss ignores these labels.
@@ -241,7 +244,7 @@ def _check_num_items_in_batch(labels_inside: int, labels: Tensor | None, divisor
     num_labels = int((labels[:, 1:] != -100).sum())
     if divisor >= num_labels:
         raise ValueError(
-            f"labels has {labels_inside} labels inside images, which are not supervised, and "
+            f"labels has {num_inside} labels inside images, which are not supervised, and "
             f"num_items_in_batch {divisor} may count them (this batch has {num_labels} labels, "
             "other batches of the step may have the rest): the loss would be divided by too much; "
             "set labels inside images to -100"

@@ -24,7 +24,7 @@ from .image_checks import (
     stats_to_host,
 )
 
-# Shapes: B sequences, L length of input_ids, R expanded length, P number of cached positions.
+# Shapes: B sequences, L length of input_ids, R expanded length, P number of cache entries.
 
 
 class ExpandedBatch(NamedTuple):
@@ -41,8 +41,8 @@ class ExpandedBatch(NamedTuple):
             sample (inner tokens of an image are counted one by one).
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
-        text_start: First column from which on every sequence is text whose position ids increase
-            by 1. It is 0 only if the text also continues the position ids of the cache.
+        text_start: First column of the text at the end of all sequences, in which position ids
+            increase by 1. It is 0 only if this text also continues the cache's position ids.
     """
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ class _ImageSpans(NamedTuple):
     is_end_id: Tensor  # all end ids of the prompt, also those without a begin
     is_image_begin: Tensor  # begin ids that have an end
     is_inner: Tensor  # ids between begin and end
-    is_image_end: Tensor  # end ids of images with at least one inner id
+    is_image_end: Tensor  # end ids that follow an inner id (without inner ids: see check_images)
     is_placeholder: Tensor  # the only id between begin and end
     inner_length: Tensor  # int64, for each begin id: the number of ids before the next marker
 
@@ -72,11 +72,11 @@ class _ImageSpans(NamedTuple):
 class _BatchAnalysis(NamedTuple):
     """Statistics, masks and position ids of a batch, from which its expansion is computed."""
 
-    stats: dict[str, int]  # statistics on the host, by name; see _analyze_batch
+    stats: dict[str, int]  # statistics on the host, by name
     may_expand: bool  # whether the expanded length may differ from L
     padding_mask: Tensor | None  # (B, P + L), the 2D mask that was passed, with 1 inside images
     current_mask: Tensor | None  # (B, L), the columns of padding_mask after the cache
-    positions: Tensor  # (B, L)
+    position_ids: Tensor  # (B, L)
     repeats: Tensor  # (B, L) int64, the number of expanded tokens of each id
 
 
@@ -98,8 +98,8 @@ def expand_image_placeholders(
     unexpanded prompts.
 
     Args:
-        num_images: Number of images that come with the batch. With ``batch.num_cached`` these are
-            the images of the whole sequences or only those after the cache.
+        num_images: Number of images that come with the batch. If ``input_ids`` repeats the cached
+            part (``num_cached_in_ids > 0``), either all images or only those after that part.
         prompt_length: Number of columns that are prompt. All later columns are generated, and begin
             and end ids among them are ordinary tokens. Default: all columns are prompt.
         num_items_in_batch: The divisor of the summed loss, if known.
@@ -114,29 +114,29 @@ def expand_image_placeholders(
     spans = _find_image_spans(batch.input_ids, prompt_format, prompt_length)
     analysis = _analyze_batch(batch, spans, prompt_format, num_images)
     stats, labels = analysis.stats, batch.labels
-    check_images(stats, prompt_format, num_images, batch.num_cached)
+    check_images(stats, prompt_format, num_images, batch.num_cached_in_ids)
     check_batch_values(stats, batch, analysis.padding_mask, prompt_format, num_items_in_batch)
     padding_mask = analysis.padding_mask
     attention_mask = batch.attention_mask if padding_mask is None else padding_mask
     is_packed = batch.position_ids is not None and not batch.past_length
-    is_packed = is_packed and (attention_mask is None or stats["restarts"] > 0)
+    is_packed = is_packed and (attention_mask is None or stats["num_restarts"] > 0)
     if is_packed:
         # Position ids separate the samples of a packed sequence; a mask of ones would join them.
         attention_mask = None
         analysis = analysis._replace(padding_mask=None, current_mask=None)
     if labels is not None:
-        starts = _find_starts(analysis.positions, analysis.current_mask, is_packed)
+        starts = _find_starts(analysis.position_ids, analysis.current_mask, is_packed)
         ignored_labels = spans.is_inner | starts
         labels = labels.masked_fill(ignored_labels, -100)
     expanded = ExpandedBatch(
         input_ids=batch.input_ids,
-        position_ids=analysis.positions,
+        position_ids=analysis.position_ids,
         image_mask=spans.is_inner | spans.is_image_begin | spans.is_image_end,
         attention_mask=attention_mask,
         labels=labels,
         packed_position_ids=None,
         last_position=stats["last_position"],
-        has_padding=attention_mask is not None and stats["masked"] > 0,
+        has_padding=attention_mask is not None and stats["num_padding"] > 0,
         text_start=stats["text_start"],
     )
     if analysis.may_expand:
@@ -169,14 +169,14 @@ def _expand(
     if batch.attention_mask is not None and current_mask is None:
         raise ValueError(
             f"a {batch.attention_mask.ndim}D attention_mask cannot be expanded with its image "
-            f"placeholders (from {unexpanded_length} to {length} positions): give a 2D mask, or "
+            f"placeholders (from {unexpanded_length} to {length} tokens): give a 2D mask, or "
             "expanded prompts"
         )
     ends = analysis.repeats.cumsum(dim=1)
     num_padding = length - ends[:, -1:]
-    # For each expanded column the column of its id in input_ids, which is the number of ids whose
-    # expanded tokens end before that column. (searchsorted computes the same, but is slower for a
-    # few ids, because it starts all threads.)
+    # source_columns[b, c] is the column in input_ids of the id that expanded column c comes from.
+    # It is the number of ids whose expanded tokens end before column c. (searchsorted computes the
+    # same, but is slower for a few ids, because it starts all threads.)
     is_end_column = ends.new_zeros(ends.shape[0], length + 1)
     is_end_column.scatter_(1, ends + num_padding, 1)
     source_columns = is_end_column.cumsum(dim=1)[:, :-1]
@@ -186,7 +186,7 @@ def _expand(
         return values.gather(1, source_columns).masked_fill(is_padding, fill)
 
     padding_mask = analysis.padding_mask
-    is_uneven = stats["shortest"] != length
+    is_uneven = stats["shortest_length"] != length
     if padding_mask is None and is_uneven:
         if is_packed:
             raise ValueError(
@@ -204,7 +204,7 @@ def _expand(
         image_mask=batch.image_mask.gather(1, source_columns) & ~is_padding,
         attention_mask=padding_mask,
         labels=None if batch.labels is None else expand(batch.labels, -100),
-        has_padding=padding_mask is not None and (is_uneven or stats["masked"] > 0),
+        has_padding=padding_mask is not None and (is_uneven or stats["num_padding"] > 0),
     )
 
 
@@ -224,8 +224,8 @@ def _find_image_spans(
     markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
-    # For each column the last marker up to it (-1 if there is none), and the next marker after it
-    # (``length`` if there is none). Clamping these two values cannot find another marker.
+    # For each column: the last marker up to it (-1: none) and the next marker after it (``length``:
+    # none). Clamping turns "none" into a column that is no marker, or into the column itself.
     last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
     follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
     precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
@@ -245,7 +245,7 @@ def _find_image_spans(
 
 
 def _count_positions(input_ids, position_ids, current_mask, past_length, next_position) -> Tensor:
-    """Return the position ids that were passed, or count one for each id that is not padding.
+    """Return the position ids that were passed; by default count the ids that are not padding.
 
     Counting starts at ``next_position``, by default at ``past_length``.
     """
@@ -273,8 +273,8 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
 def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     """Give all inner tokens of an expanded image one position id, unless they share one already."""
-    # Subtract from each position id the number of increases between inner tokens before it. Those
-    # of earlier packed samples do not count, because position ids restart at 0 in each sample.
+    # From each position id, subtract how often position ids increased from one inner token to the
+    # next, up to this token and within the same packed sample.
     is_after_inner = spans.is_inner & _shift_right(spans.is_inner)
     increases = torch.diff(position_ids, prepend=position_ids[:, :1], dim=1) == 1
     excess = (is_after_inner & increases).long().cumsum(dim=1)
@@ -282,21 +282,22 @@ def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     return (position_ids - excess + excess_of_earlier_samples).clamp(min=0)
 
 
-def _find_starts(positions: Tensor, current_mask: Tensor | None, is_packed: bool) -> Tensor:
+def _find_starts(position_ids: Tensor, current_mask: Tensor | None, is_packed: bool) -> Tensor:
     """Mark the first tokens of sequences and packed samples, which no token predicts."""
-    starts = torch.zeros_like(positions, dtype=torch.bool)
+    starts = torch.zeros_like(position_ids, dtype=torch.bool)
     starts[:, 0] = True
     if current_mask is not None:
         starts |= _shift_right(current_mask == 0)
     if is_packed:
-        starts |= positions == 0
+        starts |= position_ids == 0
     return starts
 
 
-def _count_within_samples(positions: Tensor) -> Tensor:
+def _count_within_samples(position_ids: Tensor) -> Tensor:
     """Count the tokens of each packed sample from 0."""
-    columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    return columns - exportable_cummax(columns.masked_fill(positions != 0, 0))
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device)
+    columns = columns.expand_as(position_ids)
+    return columns - exportable_cummax(columns.masked_fill(position_ids != 0, 0))
 
 
 def _analyze_batch(
@@ -311,17 +312,18 @@ def _analyze_batch(
         padding_mask = torch.cat((attention_mask[:, :past_length], current_mask), dim=1)
         if position_ids is not None and not past_length:
             position_ids = _recount_positions(position_ids, attention_mask, current_mask, spans)
-    initial_positions = _count_positions(
+    initial_position_ids = _count_positions(
         input_ids, position_ids, current_mask, past_length, batch.next_position
     )
-    positions = _share_image_positions(initial_positions, spans)
+    final_position_ids = _share_image_positions(initial_position_ids, spans)
     repeats = torch.where(spans.is_placeholder, prompt_format.num_image_tokens, 1)
 
     ends = repeats.cumsum(dim=1)
     length, shortest = ends[:, -1].max(), ends[:, -1].min()
     expanded_ends = ends + length - ends[:, -1:]  # the expanded column after each id
-    stats = {"length": length, "shortest": shortest, "last_position": positions.max()}
-    interrupts_text = _find_text_interruptions(batch, spans, positions)
+    stats = {"length": length, "shortest_length": shortest}
+    stats["last_position"] = final_position_ids.max()
+    interrupts_text = _find_text_interruptions(batch, spans, final_position_ids)
     if current_mask is not None:
         interrupts_text = interrupts_text | (current_mask == 0)
     stats["text_start"] = expanded_ends.masked_fill(~interrupts_text, 0).max()
@@ -329,39 +331,40 @@ def _analyze_batch(
     stats |= _label_stats(batch, spans)
     if position_ids is not None:
         after_begin = spans.is_inner | spans.is_image_end
-        stats["zeros_inside"] = ((initial_positions == 0) & after_begin).sum()
+        stats["num_zeros_in_images"] = ((initial_position_ids == 0) & after_begin).sum()
     elif batch.next_position is not None:
-        stats["unknown_positions"] = (batch.next_position < 0).sum()
+        stats["num_unknown_positions"] = (batch.next_position < 0).sum()  # -1: unknown
     if padding_mask is not None and current_mask is not None:
-        stats["wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
-        stats["masked"] = (padding_mask == 0).sum()
+        stats["num_wrong_mask_values"] = ((padding_mask != 0) & (padding_mask != 1)).sum()
+        stats["num_padding"] = (padding_mask == 0).sum()
         if position_ids is not None:
-            stats |= _restart_stats(initial_positions, current_mask)
+            stats |= _restart_stats(initial_position_ids, current_mask)
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded. A batch with fewer columns than its expanded images need breaks the
-    # graph, and is expanded outside of it.
+    # prompts are expanded. If a batch has fewer columns than its expanded images have tokens, the
+    # graph breaks here, and the batch is expanded outside of it.
     may_expand = is_exporting() and num_images > 0
-    num_image_columns = num_images * (prompt_format.num_image_tokens + 2)
-    if torch.compiler.is_compiling() and (may_expand or num_image_columns <= input_ids.numel()):
+    num_tokens_of_images = num_images * (prompt_format.num_image_tokens + 2)
+    if torch.compiler.is_compiling() and (may_expand or num_tokens_of_images <= input_ids.numel()):
         host_stats = assert_in_graph(stats, batch, prompt_format, num_images, may_expand)
     else:
         host_stats = stats_to_host(stats)
         may_expand = host_stats["length"] != input_ids.shape[1]
-    return _BatchAnalysis(host_stats, may_expand, padding_mask, current_mask, positions, repeats)
+    results = padding_mask, current_mask, final_position_ids, repeats
+    return _BatchAnalysis(host_stats, may_expand, *results)
 
 
-def _find_text_interruptions(batch: InputBatch, spans: _ImageSpans, positions: Tensor) -> Tensor:
+def _find_text_interruptions(batch: InputBatch, spans: _ImageSpans, position_ids: Tensor) -> Tensor:
     """Mark all tokens of images, and text whose position id is not the previous one + 1."""
-    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
+    steps = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1)
     if not batch.past_length or batch.position_ids is not None:
-        steps[:, 0] = 0  # not 1, because the first token may not continue the cache
+        steps[:, 0] = 0  # the first token does not necessarily continue the cache
     return spans.is_inner | spans.is_image_begin | spans.is_image_end | (steps != 1)
 
 
 def _image_stats(
     batch: InputBatch, spans: _ImageSpans, prompt_format: PromptFormat, expanded_ends: Tensor
 ) -> dict[str, Tensor]:
-    """Compute statistics of ids, such as the numbers of begin and end ids and of images (pairs).
+    """Compute statistics of ids, such as the numbers of begin ids, of end ids and of images.
 
     Args:
         expanded_ends: The expanded column after each id.
@@ -370,11 +373,12 @@ def _image_stats(
     # valid, else an invalid one.
     inner = spans.inner_length.masked_fill(~spans.is_image_begin, 1)
     lengths = inner.masked_fill(inner == prompt_format.num_image_tokens, 1).flatten()
+    is_uncached = expanded_ends > batch.num_cached_in_ids
     return {
-        "begins": spans.is_begin_id.sum(),
-        "ends": spans.is_end_id.sum(),
-        "pairs": spans.is_image_begin.sum(),
-        "pairs_after_cache": (spans.is_image_begin & (expanded_ends > batch.num_cached)).sum(),
+        "num_begin_ids": spans.is_begin_id.sum(),
+        "num_end_ids": spans.is_end_id.sum(),
+        "num_spans": spans.is_image_begin.sum(),
+        "num_uncached_spans": (spans.is_image_begin & is_uncached).sum(),
         "inner_length": lengths.gather(0, (lengths - 1).abs().argmax(keepdim=True)).squeeze(),
         "smallest_id": batch.input_ids.min(),
         "largest_id": batch.input_ids.max(),
@@ -393,7 +397,7 @@ def _label_stats(batch: InputBatch, spans: _ImageSpans) -> dict[str, Tensor]:
     return {
         "smallest_label": supervised.min(),
         "largest_label": supervised.max(),
-        "labels_inside": ((labels != -100) & spans.is_inner).sum(),
+        "num_labels_in_images": ((labels != -100) & spans.is_inner).sum(),
     }
 
 
@@ -407,8 +411,8 @@ def _restart_stats(position_ids: Tensor, current_mask: Tensor) -> dict[str, Tens
     previous_position = position_ids.gather(1, previous_token.clamp(min=0))
     has_previous, is_zero = is_token & (previous_token >= 0), position_ids == 0
     return {
-        "restarts": (has_previous & is_zero).sum(),
-        "decreases": (has_previous & ~is_zero & (position_ids < previous_position)).sum(),
+        "num_restarts": (has_previous & is_zero).sum(),
+        "num_decreases": (has_previous & ~is_zero & (position_ids < previous_position)).sum(),
     }
 
 

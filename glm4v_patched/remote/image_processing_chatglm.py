@@ -20,7 +20,7 @@ from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.image_utils import ImageInput
 from transformers.utils import is_vision_available
 
-from .configuration_chatglm import PROCESSOR_CLASS, filter_auto_map, log_unknown
+from .configuration_chatglm import PROCESSOR_CLASS, keep_our_auto_classes, warn_saved_without
 
 if is_vision_available():
     import PIL.Image
@@ -86,7 +86,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, but only settings of this class; log all other settings."""
-        log_unknown(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
+        warn_saved_without(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
@@ -94,7 +94,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         values = super().to_dict()
         own = {key: values[key] for key in SAVED_IMAGE_PROCESSOR_FIELDS if key in values}
         own |= {key: PROCESSOR_CLASS for key in PROCESSOR_CLASS_KEYS if values.get(key)}
-        if auto_map := filter_auto_map(values.get("auto_map"), self._auto_class):
+        if auto_map := keep_our_auto_classes(values.get("auto_map"), self._auto_class):
             own["auto_map"] = auto_map
         return own
 
@@ -117,7 +117,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
 
         Raises:
             ValueError: An image cannot be read or is ambiguous, or is not RGB and
-                ``do_convert_rgb`` is off. The message has the number of the image.
+                ``do_convert_rgb`` is off. The message has the index of the image.
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
@@ -126,11 +126,11 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             raise ValueError("0 images were given: give at least 1")
         side = self.size["height"]
         pixels = np.empty((len(flat), 3, side, side), np.float32)
-        for number, image in enumerate(flat):
+        for index, image in enumerate(flat):
             try:
-                self._preprocess_one(image, do_convert_rgb, pixels[number])
+                self._preprocess_one(image, do_convert_rgb, pixels[index])
             except ValueError as error:
-                raise ValueError(f"image {number} of {len(flat)}: {error}") from error
+                raise ValueError(f"image {index} of {len(flat)}: {error}") from error
         return BatchFeature({"pixel_values": pixels}, tensor_type=return_tensors)
 
     def _preprocess_one(self, image, do_convert_rgb: bool, out: np.ndarray) -> None:

@@ -96,7 +96,7 @@ def _is_scalar_int(value: Any) -> bool:
     return isinstance(value, int) or (_is_int_tensor(value, 0, 1) and value.numel() == 1)
 
 
-def _is_lengths(value: Any) -> bool:
+def _is_int_vector(value: Any) -> bool:
     return _is_int_tensor(value, 1)
 
 
@@ -107,14 +107,14 @@ def _is_bool(value: Any) -> bool:
 # Keywords of packed attention (where samples end, and the longest length), with type checks.
 # "cache_position", which transformers 4.57 also passes, is accepted but not passed to attention.
 ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "cu_seq_lens_k": _is_lengths,
-    "cu_seq_lens_q": _is_lengths,
+    "cu_seq_lens_k": _is_int_vector,
+    "cu_seq_lens_q": _is_int_vector,
     "is_causal": _is_bool,
     "max_length_k": _is_scalar_int,
     "max_length_q": _is_scalar_int,
 }
 ATTENTION_KWARGS = tuple(ATTENTION_CHECKS)
-ATTENTION_CHECKS["cache_position"] = _is_lengths
+ATTENTION_CHECKS["cache_position"] = _is_int_vector
 
 # Keywords about logits, which the decoder ignores. TRL's DistillationTrainer passes them to the
 # decoder, because the complete model has these parameters.
@@ -128,7 +128,7 @@ GENERATE_KWARGS: dict[str, Callable[[Any], bool]] = {
     "assistant_tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
     "is_first_iteration": _is_bool,
     "labels": lambda value: _is_int_tensor(value, 2),
-    "cache_position": _is_lengths,
+    "cache_position": _is_int_vector,
 }
 if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     GENERATE_KWARGS["next_sequence_length"] = _is_scalar_int

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 # A name's suffix lists the tensor's dimensions: hidden_BLD is (B, L, D).
-# Shapes: B sequences, L length of input_ids, K positions that logits_to_keep selects, R expanded
+# Shapes: B sequences, L length of input_ids, K columns that logits_to_keep selects, R expanded
 # length, D hidden size, V vocabulary, S supervised tokens of the whole batch.
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # the label of unsupervised tokens
 
 
 def next_token_loss(
     logits_BLV: Tensor, labels_BL: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Compute the cross-entropy of each position's logits and the next label, in fp32.
+    """Compute the cross-entropy of each token's logits and the next token's label, in fp32.
 
     Args:
         logits_BLV: Any floating dtype.
@@ -61,22 +61,22 @@ def chunked_next_token_loss(
 
 
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Find the positions that predict a supervised token.
+    """Find the tokens whose next token is supervised.
 
     Returns:
-        ``((sequence, position), labels)``, each ``(S,)`` int64.
+        ``((sequences, columns), labels of the next tokens)``, each ``(S,)`` int64.
     """
     # Pad before slicing, because a graph with ``labels_BL[:, 1:]`` fails on sequences of 2 ids.
     next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    sequence, position = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
-    return (sequence, position), next_labels[sequence, position]
+    sequences, columns = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    return (sequences, columns), next_labels[sequences, columns]
 
 
 class LogitsToKeep(NamedTuple):
-    """The positions that the argument ``logits_to_keep`` selects, the same in every sequence.
+    """The columns that the argument ``logits_to_keep`` selects, the same in every sequence.
 
     Attributes:
-        columns: Slice or indices of the positions; ``None`` selects all.
+        columns: Slice or indices of the columns; ``None`` selects all.
         length: Length of the mask if the argument was a boolean mask, else ``None``.
     """
 
@@ -85,7 +85,7 @@ class LogitsToKeep(NamedTuple):
 
     @classmethod
     def from_argument(cls, logits_to_keep: int | Tensor) -> "LogitsToKeep":
-        """Read the argument: a number of last positions (0: all), indices, or a boolean mask.
+        """Read the argument: a number of last columns (0: all), indices, or a boolean mask.
 
         Raises:
             ValueError: The number is below 0 or the tensor has more than one dimension.
@@ -97,21 +97,21 @@ class LogitsToKeep(NamedTuple):
         if logits_to_keep.ndim != 1:
             raise ValueError(
                 f"logits_to_keep is a tensor of {logits_to_keep.ndim} dimensions; expected a plain "
-                "number, positions (K,), or a mask (L,), the same for all sequences"
+                "number, columns (K,), or a mask (L,), the same for all sequences"
             )
         if logits_to_keep.dtype != torch.bool:
             return cls(logits_to_keep)
         return cls(logits_to_keep.nonzero().flatten(), len(logits_to_keep))
 
     def select(self, values_BR: Tensor) -> Tensor:
-        """Return the selected positions of ``(B, R)`` or ``(B, R, D)``."""
+        """Return the selected columns of ``(B, R)`` or ``(B, R, D)``."""
         return values_BR if self.columns is None else values_BR[:, self.columns]
 
     def labels_are_selected(self, labels: Tensor | None, inputs: Tensor | None) -> bool:
-        """Return whether ``labels`` has only the selected positions, not all of ``inputs``.
+        """Return whether ``labels`` has only the selected columns, not all of ``inputs``.
 
         Raises:
-            ValueError: ``labels`` has neither this length nor that of ``inputs``.
+            ValueError: ``labels`` has neither the selected columns nor all of ``inputs``.
         """
         if self.columns is None or labels is None or inputs is None:
             return False
@@ -120,16 +120,16 @@ class LogitsToKeep(NamedTuple):
         length, num_selected = inputs.shape[1], self.select(inputs).shape[1]
         if labels.shape[1] != num_selected:
             raise ValueError(
-                f"labels have {labels.shape[1]} positions, but the sequences have {length} and "
-                f"logits_to_keep selects {num_selected}: give labels for all positions or for the "
+                f"labels have {labels.shape[1]} columns, but the sequences have {length} and "
+                f"logits_to_keep selects {num_selected}: give labels for all columns or for the "
                 "selected ones"
             )
         return True
 
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
-        """Return shifted labels ``(B, L)``: each selected position has the label of the next one.
+        """Return shifted labels ``(B, L)``: each selected column has the label of the next one.
 
-        All other positions have -100.
+        All other columns have -100.
         """
         selected = self.columns
         if isinstance(selected, Tensor):
@@ -139,34 +139,34 @@ class LogitsToKeep(NamedTuple):
         shifted[:, columns[:-1]] = labels_BK[:, 1:]
         return shifted
 
-    def check(
-        self, inputs: Tensor | None, expanded_length: int, image_ids: Collection[int]
+    def check_fits_expansion(
+        self, inputs: Tensor | None, expanded_length: int, forbidden_ids: Collection[int]
     ) -> None:
         """Raise ``ValueError`` if the selection does not fit the expanded prompts.
 
         Args:
             inputs: ``input_ids`` or ``inputs_embeds``, unexpanded.
             expanded_length: Length of the prompts after expansion.
-            image_ids: Ids that no selected position of an unexpanded prompt may have.
+            forbidden_ids: Ids that no selected column of an unexpanded prompt may have.
         """
         if self.columns is None or inputs is None:
             return
         length = inputs.shape[1]
-        problem = f"prompts of {length} ids expand to {expanded_length} positions"
+        problem = f"prompts of {length} ids expand to {expanded_length} tokens"
         cure = "give expanded prompts, as this model's processor makes them"
         if self.length not in (None, expanded_length):
             cure = "" if length == expanded_length else f"{cure}, and "
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {problem}: {cure}give "
-                "one entry for each position"
+                f"logits_to_keep is a mask of {self.length} columns, but {problem}: {cure}give "
+                "one value for each token"
             )
-        if not image_ids or length == expanded_length:
+        if not forbidden_ids or length == expanded_length:
             return
         selected = self.select(inputs)
-        ids = torch.tensor([*image_ids], device=selected.device)
+        ids = torch.tensor([*forbidden_ids], device=selected.device)
         if not isinstance(self.columns, slice) or bool(torch.isin(selected, ids).any()):
             raise ValueError(
-                f"labels were cut to {selected.shape[1]} positions, among which there are images, "
+                f"labels were cut to {selected.shape[1]} columns, among which there are images, "
                 f"but {problem}: {cure}"
             )
 
@@ -180,7 +180,7 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 
 
 def fuse_cross_entropy(layer: nn.Linear) -> nn.Linear:
-    """Replace ``forward`` of an output projection, so that it can also compute the loss in chunks.
+    """Replace ``forward`` of an output projection: with labels it returns the chunked loss.
 
     Because the loss is part of the layer's ``forward``, a sharded weight is gathered once for all
     chunks. The layer's class stays ``nn.Linear``, which quantizers and exporters look for.

@@ -1,4 +1,4 @@
-"""Causal attention masks, for a prefill (a pass over prompts) and for decode steps."""
+"""Causal attention masks, for prefills (passes over prompts) and for decode steps."""
 
 from typing import Any
 
@@ -88,15 +88,15 @@ def _is_right_padded(attention_mask: Tensor, has_padding: bool) -> bool:
     if not has_padding or torch.compiler.is_compiling():
         return not has_padding  # a graph cannot branch on values
     is_token = attention_mask.bool()
-    # A device sync. It replaces one in create_causal_mask.
+    # This is a device sync. It replaces the one in create_causal_mask.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())
 
 
-def can_decode(cache, attention_mask: Tensor | None, implementation: str) -> bool:
+def cache_allows_decode_step(cache, attention_mask: Tensor | None, implementation: str) -> bool:
     """Return whether a decode step can use this cache.
 
-    A static cache needs a 4D ``attention_mask`` (for sdpa and eager). Any other cache must not be
-    empty.
+    A static cache needs a 4D ``attention_mask``, if the implementation is sdpa or eager. Any other
+    cache must not be empty.
     """
     if not isinstance(cache, Cache):
         return False

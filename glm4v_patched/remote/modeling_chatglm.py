@@ -33,13 +33,13 @@ from .cache_metadata import (
     check_cache_capacity,
     compute_next_position,
     is_static,
-    record_prefill,
+    record_pass,
     static_cache_len,
 )
 from .checkpointing import CheckpointedLayer
 from .class_lists import add_to_mapping_names
 from .classification_chatglm import PER_TOKEN_KWARGS, SequenceScoringMixin
-from .configuration_chatglm import FROM_PIPELINE, ChatGLMConfig, require_adapter_support
+from .configuration_chatglm import PIPELINE_TASK_KEYWORD, ChatGLMConfig, require_adapter_support
 from .generation_chatglm import ChatGLMGenerationMixin, keep_known_options
 from .image_checks import InputBatch, PromptFormat, is_exporting
 from .image_layout import expand_image_placeholders
@@ -62,8 +62,8 @@ from .loss import (
     has_fused_cross_entropy,
     next_token_loss,
 )
-from .masks import can_decode, causal_mask, decode_mask
-from .sharding import must_run_on_every_process, refuse_split_model
+from .masks import cache_allows_decode_step, causal_mask, decode_mask
+from .sharding import must_run_on_every_process, refuse_device_map_in_several_processes
 from .visual import EVA2CLIPModel, PatchEmbedding, VisionOutputCollector
 
 logger = logging.get_logger(__name__)
@@ -71,7 +71,8 @@ logger = logging.get_logger(__name__)
 # A name's suffix lists the tensor's dimensions, e.g. embeds_BRD is (B, R, D): B sequences, L length
 # of input_ids, R length with image placeholders expanded, D hidden size, H query heads, G key-value
 # heads, C channels of a head, F rotated pairs of a head (C / 4), Q new tokens of a decode step, N
-# images, S side of an image in pixels, T tokens of an image (with begin and end), V vocabulary.
+# images, S side of an image in pixels, T tokens of an image (with begin and end), P cache entries
+# before this pass, V vocabulary.
 
 
 class Embedding(nn.Module):
@@ -89,7 +90,8 @@ class Embedding(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding of the first half of each head's channels."""
 
-    # Checkpoints contain this buffer, without rope_ratio and possibly rounded. forward ignores it.
+    # Most checkpoints contain this buffer. Its values lack the factor rope_ratio and may be
+    # rounded, so forward computes its own.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -155,16 +157,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        heads, groups = config.num_attention_heads, config.multi_query_group_num
+        num_heads, num_kv_heads = config.num_attention_heads, config.multi_query_group_num
         self.head_dim = config.kv_channels
-        self.num_key_value_groups = heads // groups
-        self.split_sizes = heads, groups, groups
+        self.num_key_value_groups = num_heads // num_kv_heads
+        self.split_sizes = num_heads, num_kv_heads, num_kv_heads
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(
             config.hidden_size, sum(self.split_sizes) * config.kv_channels, bias=has_qkv_bias
         )
         self.dense = nn.Linear(
-            heads * config.kv_channels, config.hidden_size, bias=config.add_bias_linear
+            num_heads * config.kv_channels, config.hidden_size, bias=config.add_bias_linear
         )
 
     def forward(
@@ -173,17 +175,17 @@ class SelfAttention(nn.Module):
         """Compute the attention output, and append keys and values to the cache.
 
         Args:
-            cache_update: With a cache ``(is_prefill, update_args)``: whether the cache was empty
-                before this pass, and a tuple of further arguments for ``Cache.update``.
+            cache_update: With a cache ``(cache_was_empty, update_args)``: whether this pass is the
+                cache's first, and a tuple of further arguments for ``Cache.update``.
             attention_kwargs: Keywords for :func:`attend`.
         """
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
         query, key, value = (x.transpose(1, 2) for x in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
-            is_prefill, update_args = cache_update
+            cache_was_empty, update_args = cache_update
             new_key_value = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *update_args)
-            if is_prefill:
+            if cache_was_empty:
                 key, value = new_key_value  # update also returns a static cache's unused capacity
         inputs = query, key, value, attention_mask, self.config._attn_implementation
         return self.dense(attend(self, *inputs, **attention_kwargs))
@@ -193,11 +195,11 @@ class SelfAttention(nn.Module):
 
         Each has the shape ``(B, R, heads, C)``.
         """
-        num_heads, num_groups, _ = self.split_sizes
-        sizes = num_heads + num_groups, num_groups
+        num_heads, num_kv_heads, _ = self.split_sizes
+        sizes = num_heads + num_kv_heads, num_kv_heads
         query_key_BRHC, value_BRGC = heads_BRHC.split(sizes, dim=2)
         rotated_BRHC = apply_rotary(query_key_BRHC, cos, sin, self.config.rotary_distance)
-        return *rotated_BRHC.split((num_heads, num_groups), dim=2), value_BRGC
+        return *rotated_BRHC.split((num_heads, num_kv_heads), dim=2), value_BRGC
 
 
 class MLP(nn.Module):
@@ -250,7 +252,7 @@ class GLMTransformer(nn.Module):
             else ``None``.
         """
         hidden_states = [x_BRD]
-        # With assistant_early_exit, generate sets num_layers below the number of layers.
+        # With assistant_early_exit, generate sets config.num_layers to fewer than len(self.layers).
         for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
             if collect_hidden_states:
@@ -268,7 +270,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
-    input_modalities = ("image", "text")  # type: ignore[assignment]  # as in transformers' own
+    input_modalities = ("image", "text")  # type: ignore[assignment]  # as transformers' own models
     supports_gradient_checkpointing = True
     _no_split_modules = ["GLMBlock", "TransformerLayer", "PatchEmbedding", "GLU"]
     _skip_keys_device_placement = ["past_key_values", "cache"]
@@ -276,7 +278,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # Some checkpoints lack this buffer; the model computes it from the config.
+    # Some checkpoints lack this buffer, which forward does not use.
     _keys_to_ignore_on_load_missing = [r"rotary_pos_emb\.inv_freq"]
 
     @classmethod
@@ -284,10 +286,10 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """Load a model as transformers does.
 
         Args:
-            config: A config, also one of the published code's class or of vLLM's.
+            config: A config; the classes of the published code and of vLLM are accepted, too.
 
         Raises:
-            ImportError: The folder has adapters, and the installed transformers cannot load them.
+            ImportError: The folder has adapters that the installed transformers cannot load.
         """
         require_adapter_support(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
@@ -390,9 +392,10 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
     """Output of the decoder, with the expanded labels and mask.
 
     Attributes:
-        labels: ``(B, R)`` int64; ``(B, R + 1)`` if ``shift_labels`` were passed.
+        labels: ``(B, R)`` int64. If ``shift_labels`` were passed, there is one more column: the
+            label that the last token predicts.
         image_hidden_states: ``(N, T, D)``, ``T = num_image_tokens + 2``: the image features.
-        attention_mask: ``(B, cached + R)``; ``None`` if none is needed.
+        attention_mask: ``(B, P + R)``; ``None`` if none is needed.
     """
 
     labels: Tensor | None = None
@@ -430,7 +433,7 @@ class OutputOptions(NamedTuple):
             attentions = _pad_to_cache_length(self.attentions, cache)
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
-            **cache_kwarg(cache),
+            **cache_kwarg(cache),  # its name depends on the version of transformers
             hidden_states=hidden_states,
             attentions=attentions,
             **fields,
@@ -448,7 +451,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.embedding = Embedding(config)
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
-        # Typed as nn.Module, because peft wraps this layer and quantizers replace it.
+        # With labels, this layer returns a loss. The type is nn.Module, because peft wraps the
+        # layer and quantizers replace it.
         self.output_layer: nn.Module = fuse_cross_entropy(
             nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
@@ -499,22 +503,22 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
         Args:
             input_ids: ``(B, L)`` int64, unexpanded or expanded. Exclusive with ``inputs_embeds``.
-            attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere.
-            position_ids: ``(B, L)``. By default they are computed from the mask. Without a mask, or
-                with a mask of ones, a new packed sample begins where they restart at 0. Samples of
-                a sequence do not attend to each other.
+            attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere.
+            position_ids: ``(B, L)``. By default they are computed from the mask. If you pass them
+                without a mask or with a mask of ones, each 0 begins a new packed sample. Samples
+                of one sequence do not attend to each other.
             past_key_values: A ``Cache``. ``input_ids`` that continue it may have new images. Pass
                 ``position_ids`` if another model filled the cache, or if it was cropped.
-            inputs_embeds: ``(B, L, D)`` of expanded prompts. Image features are inserted from the
-                embedding of a begin-of-image id to that of its end-of-image id.
+            inputs_embeds: ``(B, L, D)`` of expanded prompts. Image features replace the embeddings
+                between a begin-of-image id and its end-of-image id, both included.
             pixel_values: ``(N, 3, S, S)``, the images of all sequences in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
             images: The published code's name of ``pixel_values``.
             cache: The name of ``past_key_values`` since transformers 5.24.
-            labels: ``(B, L)``. The output has them expanded; no loss is computed here.
+            labels: ``(B, L)``. The output has the expanded labels; no loss is computed here.
             output_hidden_states: Also return the input of every layer and the output of the last
                 layer, before the final norm.
-            output_attentions: Also return the weights ``(B, H, R, cached + R)`` of each layer. Only
+            output_attentions: Also return the weights ``(B, H, R, P + R)`` of each layer. Only
                 eager attention computes them; with any other implementation the model warns and
                 returns none.
             prompt_length: Number of columns of ``input_ids`` that are prompt. All later columns are
@@ -544,7 +548,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         is_decode_step = prompt_length is not None and prompt_length <= 0
         is_decode_step = is_decode_step and position_ids is not None
         is_decode_step = is_decode_step and all(value is None for value in other_inputs)
-        if is_decode_step and can_decode(cache, attention_mask, self.config._attn_implementation):
+        if is_decode_step and cache_allows_decode_step(
+            cache, attention_mask, self.config._attn_implementation
+        ):
             assert input_ids is not None and position_ids is not None and cache is not None
             return self._decode_step(
                 input_ids, attention_mask, position_ids, cache, options, attention_kwargs
@@ -586,7 +592,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             embeds_BRD, batch.position_ids, mask, cache, past_length, options, attention_kwargs
         )
         if cache is not None:
-            record_prefill(cache, batch, past_length)
+            record_pass(cache, batch, past_length)
         return options.make_output(
             hidden_BRD,
             hidden_states,
@@ -619,8 +625,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Run the decoder layers.
 
         Args:
-            past_length: Number of cached positions; ``None`` for a filled static cache, which
-                stores its length on the device.
+            past_length: Number of cache entries; ``None`` for a filled static cache, which stores
+                its length on the device.
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
@@ -628,14 +634,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache_update = None
         if cache is not None:
             update_args: tuple = ()
-            positions = kwargs.pop("cache_position", None)
+            columns = kwargs.pop("cache_position", None)
             if NEEDS_CACHE_POSITION and is_static(cache):
-                if positions is None:
+                if columns is None:
                     first = cached_length(cache) if past_length is None else past_length
-                    positions = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
-                update_args = ({"cache_position": positions},)
-            is_prefill = past_length == 0
-            cache_update = is_prefill, update_args
+                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
+                update_args = ({"cache_position": columns},)
+            cache_was_empty = past_length == 0
+            cache_update = cache_was_empty, update_args
         attention_inputs = cos, sin, mask, cache, cache_update, kwargs
         return self.encoder(
             embeds_BRD, *attention_inputs, collect_hidden_states=options.hidden_states
@@ -677,24 +683,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         inputs_embeds: Tensor | None,
         output_hidden_states: bool,
     ) -> None:
-        """Warn or raise ``ValueError`` if expansion has unwanted effects for the caller.
+        """Warn or raise ``ValueError`` if the caller did not expect the prompts to be expanded.
 
-        Embeddings of unexpanded prompts cannot be expanded. With ``output_hidden_states``,
-        expansion is an error in training and otherwise a warning, once for each model.
+        ``inputs_embeds`` cannot be expanded. With ``output_hidden_states``, expansion raises an
+        error in training, and otherwise logs a warning, once for each model.
         """
         if is_exporting():
             torch._check(inputs_embeds is None or length == unexpanded_length)
             return
         if length == unexpanded_length:
             return
-        problem = f"prompts of {unexpanded_length} ids expand to {length} positions"
+        problem = f"prompts of {unexpanded_length} ids expand to {length} tokens"
         cure = "give expanded prompts, as this model's processor makes them"
         if inputs_embeds is not None:
             raise ValueError(
                 f"{problem}, and inputs_embeds cannot be expanded: {cure}, or input_ids"
             )
         message = (
-            f"{problem}, and so do their hidden states: code that indexes them by positions of the "
+            f"{problem}, and so do their hidden states: code that indexes them by columns of the "
             f"unexpanded prompt (reward models, value heads) reads the wrong ones; {cure}"
         )
         if output_hidden_states and self.training:
@@ -817,9 +823,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return embeds_BRD, None
 
     def _resolve_positional_args(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Return mask, cache and images, also if they are in the published code's order.
+        """Return ``(attention_mask, cache, images)``, whichever order the caller used.
 
-        That order is input_ids, images, position_ids, attention_mask.
+        The published code's order is input_ids, images, position_ids, attention_mask. So images may
+        arrive as ``attention_mask``, and the mask as ``past_key_values``.
         """
         if self._are_images(attention_mask):
             if images is not None:
@@ -833,7 +840,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return attention_mask, resolve_cache(past_key_values, cache), images
 
     def _are_images(self, value) -> bool:
-        """Return whether the second positional argument has images instead of a mask."""
+        """Return whether the second positional argument is images instead of a mask."""
         if isinstance(value, (list, tuple)):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
@@ -879,7 +886,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             # The recomputed forward would append a layer's keys to the cache again.
             if cached_length(past_key_values):
                 raise ValueError(
-                    f"past_key_values holds {cached_length(past_key_values)} positions, which "
+                    f"past_key_values holds {cached_length(past_key_values)} entries, which "
                     "cannot be used in training with activation checkpointing: disable one of them"
                 )
             return None
@@ -890,10 +897,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return past_key_values
 
     def _ids_of_embeds(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Return ids ``(B, L)`` for embeddings, from which images can be found.
+        """Return stand-in ids ``(B, L)`` for embeddings, which show where images begin and end.
 
-        A position has the begin- or end-of-image id if its vector is the embedding of that id. All
-        other positions have the id of an arbitrary text token.
+        A column has the begin- or end-of-image id if its vector is the embedding of that id. All
+        other columns have the id of an arbitrary text token.
         """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
@@ -905,7 +912,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             # In a compiled graph, assert_in_graph checks the number of begin-of-image ids.
             if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
-                    f"{num_images} images were given with inputs_embeds, in which 0 positions have "
+                    f"{num_images} images were given with inputs_embeds, in which 0 columns have "
                     f"the embedding of the begin-of-image id {markers[0]}: embed the ids of "
                     "expanded prompts, or give input_ids"
                 )
@@ -916,7 +923,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     """glm-4v with its loss and generation. vLLM finds it by this class name."""
 
     _auto_class = "AutoModelForCausalLM"
-    # A decode step with a static cache and a pass over expanded prompts have no graph breaks.
+    # Decode steps with a static cache and passes over expanded prompts have no graph breaks.
     _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
@@ -925,7 +932,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             # FSDP2 makes a subclass in a module of torch. save_pretrained would save that module
             # and the subclass's name, so the subclass gets the module and name of this class.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
-        add_to_mapping_names(cls, "CAUSAL_LM")
+        add_to_mapping_names(cls, "CAUSAL_LM")  # so that a Trainer shifts labels
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """Build the model.
@@ -946,12 +953,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         For a feature-extraction pipeline, return only the decoder: the pipeline would otherwise
         return logits as features.
         """
-        tasks = getattr(config, FROM_PIPELINE, None), kwargs.get(FROM_PIPELINE)
+        tasks = getattr(config, PIPELINE_TASK_KEYWORD, None), kwargs.get(PIPELINE_TASK_KEYWORD)
         options = kwargs | {"config": config}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
         if "feature-extraction" not in tasks:
             return loaded
-        # The complete model was loaded, because names of adapters begin with "transformer.".
+        # The complete model was loaded, because names of adapter weights begin with "transformer.".
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         decoder = model.transformer
         if (device_map := getattr(model, "hf_device_map", None)) is not None:
@@ -959,7 +966,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return (decoder, *info) if info else decoder
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as transformers does, but only generation options that transformers defines."""
+        """Save as transformers does, but without generation options that it does not define."""
         generation_config = self.generation_config
         self.generation_config = keep_known_options(generation_config)
         try:
@@ -971,7 +978,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return self.transformer.output_layer
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        # resize_token_embeddings passes a new nn.Linear, without the fused loss.
+        # resize_token_embeddings passes a new nn.Linear, whose forward takes no labels.
         if type(value) is nn.Linear:
             layer: Any = fuse_cross_entropy(value)
             layer._is_hf_initialized = True  # post_init would initialize its weights again
@@ -1003,10 +1010,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         Args:
             labels: ``(B, L)`` int64 on any device, unshifted, -100 at unsupervised tokens. With
                 ``logits_to_keep``, ``(B, K)`` is accepted, too: the labels of the ``K`` selected
-                positions.
-            logits_to_keep: Positions whose logits are returned: the number of last positions (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)``. With labels ``(B, L)`` the loss
-                still covers all positions.
+                columns.
+            logits_to_keep: Columns whose logits are returned: the number of last columns (0: all),
+                indices ``(K,)``, or a boolean mask ``(L,)``. With labels ``(B, L)`` the loss still
+                covers all columns.
             num_items_in_batch: The divisor of the summed loss; default: the number of supervised
                 tokens in the batch.
             skip_logits: With labels, compute the loss without storing logits; ``logits`` is then
@@ -1022,7 +1029,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         """
         self._check_keywords(options, input_ids)
         if self.training:
-            refuse_split_model(self)
+            refuse_device_map_in_several_processes(self)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         selection = LogitsToKeep.from_argument(1 if return_last_logit else logits_to_keep)
         labels_are_selected = selection.labels_are_selected(labels, inputs)
@@ -1030,7 +1037,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             assert labels is not None and inputs is not None
             if options.get("shift_labels") is not None:
                 raise ValueError(
-                    f"labels of {labels.shape[1]} selected positions were given together with "
+                    f"labels of {labels.shape[1]} selected columns were given together with "
                     "shift_labels: give one of them"
                 )
             options["shift_labels"] = selection.shifted_labels(labels, inputs.shape[1])
@@ -1051,7 +1058,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
-        selection.check(inputs, length, self._image_token_ids() if labels_are_selected else ())
+        forbidden_ids = self._image_token_ids() if labels_are_selected else ()
+        selection.check_fits_expansion(inputs, length, forbidden_ids)
         if output.labels is None and num_items_in_batch is not None:
             self._check_external_loss(inputs, length)
         hidden_BRD, labels = output.last_hidden_state, output.labels
@@ -1075,20 +1083,20 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
         Raises:
             ValueError: The logits are longer than the Trainer's labels.
-            RuntimeError: torch.compile wraps the model, so the Trainer, which goes by the class
-                name, would not shift labels.
+            RuntimeError: torch.compile wraps the model. The Trainer shifts labels only for known
+                class names, and torch.compile's wrapper has another name.
         """
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
                 torch.zeros((), dtype=torch.bool),
-                "with label_smoothing_factor, the Trainer does not shift the labels of a model "
-                "that torch.compile has wrapped (compute_loss_func is refused, too, because the "
-                "model cannot distinguish the two): instead of torch_compile, call model.compile() "
-                "before training (inside peft: get_base_model().compile())",
+                "call model.compile() before training (inside peft: get_base_model().compile()), "
+                "instead of torch_compile. With label_smoothing_factor, the Trainer does not shift "
+                "the labels of a model that torch.compile has wrapped. compute_loss_func is "
+                "refused, too, because the model cannot distinguish the two",
             )
         if inputs is not None and inputs.shape[1] != length:
             raise ValueError(
-                f"prompts of {inputs.shape[1]} ids expand to {length} positions, but a Trainer "
+                f"prompts of {inputs.shape[1]} ids expand to {length} tokens, but a Trainer "
                 "that computes the loss itself (label_smoothing_factor, compute_loss_func) has "
                 f"labels for {inputs.shape[1]}: give expanded prompts with their labels, as this "
                 "model's processor makes them"
@@ -1108,7 +1116,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         With labels and ``skip_logits``, the logits are ``None``.
 
         Args:
-            labels_are_selected: Whether the caller's labels have only the selected positions.
+            labels_are_selected: Whether the caller's labels have only the selected columns.
         """
         output_layer = self.transformer.output_layer
         if labels is None:
@@ -1121,14 +1129,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
         if labels_are_selected:
             logits = output_layer(selection.select(hidden_BRD))
-            next_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
-            return next_token_loss(logits, next_labels, num_items_in_batch), logits
+            # next_token_loss shifts labels back.
+            unshifted_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
+            return next_token_loss(logits, unshifted_labels, num_items_in_batch), logits
         logits = output_layer(hidden_BRD)
         return next_token_loss(logits, labels, num_items_in_batch), selection.select(logits)
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM  # the published code's name
-add_to_mapping_names(GLM4VForCausalLM, "CAUSAL_LM")
+add_to_mapping_names(GLM4VForCausalLM, "CAUSAL_LM")  # __init_subclass__ adds only subclasses
 # TRL's OnlineDPO passes images only to models whose type is a key of this mapping.
 add_to_mapping_names(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
@@ -1179,7 +1188,8 @@ def _unshift_labels(
 def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
     """Pad the last dimension of attention weights with 0 to the capacity of a static cache."""
     length = static_cache_len(cache) or 0
-    # Do not pad by 0: F.pad would return a new tensor, for which the loss has no gradient.
+    # Return a tensor that needs no padding itself: a copy by F.pad would not be part of the loss's
+    # graph, so it would get no gradient.
     return tuple(
         F.pad(w, (0, length - w.shape[-1])) if length > w.shape[-1] else w for w in weights
     )

@@ -12,17 +12,18 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
-# transformers 4.57 copies only direct imports of this file, so it also imports indirect ones.
-from .configuration_chatglm import filter_auto_map
+# transformers 4.57 copies only the files that this file imports. So it imports all files that it
+# needs, even those that its other imports import.
+from .configuration_chatglm import keep_our_auto_classes
 from .image_processing_chatglm import ChatGLMImageProcessor, flatten_images
 from .tokenization_chatglm import (
     MODALITIES_HINT,
     VIDEO_AND_AUDIO_ARGUMENTS,
     ChatGLM4Tokenizer,
     as_conversations,
-    drop_empty_media,
     find_images,
     is_empty_media,
+    refuse_media,
 )
 
 DOWNLOAD_OPTIONS = (
@@ -83,7 +84,7 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        # transformers' method, called on a class that refuses audio tokenizers.
+        # Call transformers' method on a class that refuses audio tokenizers.
         parent: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return parent.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
@@ -115,9 +116,9 @@ class ChatGLMProcessor(ProcessorMixin):
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, **options) -> dict:
-        """Return the settings to save, with our ``auto_map``; ``options`` are transformers 4's."""
+        """Return the settings to save, with our ``auto_map`` (transformers 4 passes options)."""
         values = super().to_dict(**options)
-        if auto_map := filter_auto_map(values.pop("auto_map", None), self._auto_class):
+        if auto_map := keep_our_auto_classes(values.pop("auto_map", None), self._auto_class):
             values["auto_map"] = auto_map
         return values
 
@@ -145,8 +146,8 @@ class ChatGLMProcessor(ProcessorMixin):
         `apply_chat_template` instead.
 
         Args:
-            images: As for the image processor, in the order of their begin ids; or for each text a
-                list, or None.
+            images: Images as the image processor takes them, in the order of their begin ids. Or a
+                list with an item for each text: a list of its images, or None.
             text: A text, a list of texts, or sequences of ids.
             videos, audio: None or empty, because the model takes neither; the names ``video`` and
                 ``audios`` are accepted, too.
@@ -241,7 +242,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch if return_dict else batch["input_ids"]
 
     def _resolve_template(self, chat_template: str | None) -> str | None:
-        """Return ``chat_template``, the processor's template of that name, or its default one."""
+        """Return the template that ``chat_template`` is or names, by default the processor's."""
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -277,12 +278,12 @@ class ChatGLMProcessor(ProcessorMixin):
         limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
         expanded: dict[str, list[list[int]]] = {name: [] for name in sequences}
         counts = []
-        for number, ids in enumerate(sequences["input_ids"]):
-            source, spans = self._expand_images(number, ids)
+        for text_index, ids in enumerate(sequences["input_ids"]):
+            original_indices, spans = self._expand_images(text_index, ids)
             counts.append(len(spans))
-            columns = self._truncation_slice(number, len(source), spans, limit)
+            columns = self._truncation_slice(text_index, len(original_indices), spans, limit)
             for name, values in sequences.items():
-                expanded[name].append([values[number][i] for i in source])
+                expanded[name].append([values[text_index][i] for i in original_indices])
             for start, end in spans:
                 inner_ids = [self.image_token_id] * (end - start - 2)
                 expanded["input_ids"][-1][start + 1 : end - 1] = inner_ids
@@ -303,48 +304,49 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch
 
     def _expand_images(
-        self, number: int, ids: list[int]
+        self, text_index: int, ids: list[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Compute how to expand one sequence.
 
         Returns:
-            For each expanded position the index of its id in ``ids``; and for each image its range
-            ``(start, stop)`` of expanded positions, with begin and end.
+            For each expanded token the index in ``ids`` that it comes from; and for each image its
+            range ``(start, stop)`` of expanded tokens, with begin and end.
         """
         begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
         )
         num_inner, inner_id = self.num_image_tokens, self.image_token_id
-        source: list[int] = []
+        original_indices: list[int] = []
         spans = []
         i = 0
         while i < len(ids):
-            source.append(i)
+            original_indices.append(i)
             if ids[i] == begin_id:
                 markers = (j for j in range(i + 1, len(ids)) if ids[j] in (begin_id, end_id))
                 end = next(markers, None)
                 if end is None or ids[end] != end_id:
                     raise ValueError(
-                        f"text {number}: the image that begins at position {i} of {len(ids)} has "
+                        f"text {text_index}: the image that begins at token {i} of {len(ids)} has "
                         "no end-of-image id: was the text cut inside an image?"
                     )
                 inner = ids[i + 1 : end]
                 if len(inner) != 1 and inner != [inner_id] * num_inner:
                     raise ValueError(
-                        f"text {number}: the image that begins at position {i} has {len(inner)} "
+                        f"text {text_index}: the image that begins at token {i} has {len(inner)} "
                         f"ids, expected 1 or {num_inner} times {self.image_token}: was the text "
                         "made for another image size?"
                     )
-                spans.append((len(source) - 1, len(source) + num_inner + 1))
-                source += [i + 1] * num_inner + [end]
+                start = len(original_indices) - 1
+                spans.append((start, start + num_inner + 2))
+                original_indices += [i + 1] * num_inner + [end]
                 i = end
             i += 1
-        return source, spans
+        return original_indices, spans
 
     def _truncation_slice(
-        self, number: int, length: int, spans: list[tuple[int, int]], limit: int | None
+        self, text_index: int, length: int, spans: list[tuple[int, int]], limit: int | None
     ) -> slice:
-        """Return the positions of an expanded sequence that remain after truncation to ``limit``.
+        """Return the columns of an expanded sequence that remain after truncation to ``limit``.
 
         Raises:
             ValueError: Truncation would cut an image.
@@ -357,8 +359,8 @@ class ChatGLMProcessor(ProcessorMixin):
             if start < first or end > last:
                 needed = spans[-1][1] if on_right else length - spans[0][0]
                 raise ValueError(
-                    f"text {number}: truncating {length} ids to max_length {limit} would cut the "
-                    f"image at positions {start} to {end - 1}: use a max_length of at least "
+                    f"text {text_index}: truncating {length} ids to max_length {limit} would cut "
+                    f"the image at tokens {start} to {end - 1}: use a max_length of at least "
                     f"{needed}, or leave the image out"
                 )
         return slice(first, last)
@@ -367,7 +369,7 @@ class ChatGLMProcessor(ProcessorMixin):
 class _AudioTokenizerRefusal(ChatGLMProcessor):
     """A processor class that refuses ``audio_tokenizer`` in ``processor_config.json``.
 
-    transformers would load its class from any repository that the file names.
+    transformers would load the audio tokenizer's class from any repository that the file names.
     """
 
     @staticmethod
@@ -389,7 +391,7 @@ def _merge_options(
     kwargs = dict(kwargs)
     images_kwargs = dict(kwargs.pop("images_kwargs", None) or {})
     text_kwargs = {**(kwargs.pop("text_kwargs", None) or {}), **kwargs}
-    drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
+    refuse_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
     # return_tensors is an option of texts and of images; the texts' value wins.
     tensor_type = images_kwargs.pop("return_tensors", None)
     unknown_text = text_kwargs.keys() - text_options.keys()
@@ -397,9 +399,9 @@ def _merge_options(
     if unknown:
         raise ValueError(
             f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
-            "['do_convert_rgb']; the image size is the image processor's"
+            "['do_convert_rgb']; the size of images cannot be passed: the image processor has it"
         )
-    # add_special_tokens may be given twice, because transformers' apply_chat_template adds its own.
+    # add_special_tokens may be given twice, because transformers' apply_chat_template also sets it.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
         if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(

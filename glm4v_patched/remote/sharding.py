@@ -27,10 +27,10 @@ def must_run_on_every_process(module: nn.Module) -> bool:
     return is_sharded or (is_trained and torch.distributed.get_world_size() > 1)
 
 
-def refuse_split_model(model: nn.Module) -> None:
+def refuse_device_map_in_several_processes(model: nn.Module) -> None:
     """Raise ``ValueError`` if ``device_map`` split a model that several processes train.
 
-    Each process would use all devices of the model. Some frameworks report this, others do not.
+    Each process would use all devices of the model. Only some frameworks report this.
     """
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None or not torch.distributed.is_available():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 # This import comes first: it reports a transformers that is too old for the imports below.
-from .configuration_chatglm import PROCESSOR_CLASS, filter_auto_map, keep_known_settings
+from .configuration_chatglm import PROCESSOR_CLASS, keep_known_settings, keep_our_auto_classes
 
 # isort: split
 import numpy as np
@@ -60,35 +60,16 @@ UNSUPPORTED_TEXT_OPTIONS = (
 )
 
 # The settings that tokenizer_config.json may have.
-SAVED_TOKENIZER_FIELDS = {
-    "added_tokens_decoder",
-    "additional_special_tokens",
-    "auto_map",
-    "backend",
-}
-SAVED_TOKENIZER_FIELDS |= {"chat_template"}
-SAVED_TOKENIZER_FIELDS |= {
-    "clean_up_tokenization_spaces",
-    "extra_special_tokens",
-    "image_size",
-    "model_max_length",
-}
-SAVED_TOKENIZER_FIELDS |= {
-    "model_input_names",
-    "padding_side",
-    "processor_class",
-    "split_special_tokens",
-}
-SAVED_TOKENIZER_FIELDS |= {"tokenizer_class", "truncation_side", *UNSUPPORTED_TEXT_OPTIONS}
+SAVED_TOKENIZER_FIELDS = {"added_tokens_decoder", "additional_special_tokens", "auto_map"}
+SAVED_TOKENIZER_FIELDS |= {"backend", "chat_template", "clean_up_tokenization_spaces"}
+SAVED_TOKENIZER_FIELDS |= {"extra_special_tokens", "image_size", "model_max_length"}
+SAVED_TOKENIZER_FIELDS |= {"model_input_names", "padding_side", "processor_class"}
+SAVED_TOKENIZER_FIELDS |= {"split_special_tokens", "tokenizer_class", "truncation_side"}
+SAVED_TOKENIZER_FIELDS |= {*UNSUPPORTED_TEXT_OPTIONS}
 # Arguments that transformers stores among the settings, although they only describe the loading.
-LOADING_KWARGS = {
-    "name_or_path",
-    "is_local",
-    "local_files_only",
-    "_commit_hash",
-    "special_tokens_map_file",
-}
-LOADING_KWARGS |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
+LOADING_KWARGS = {"name_or_path", "is_local", "local_files_only", "_commit_hash", "device_map"}
+LOADING_KWARGS |= {"special_tokens_map_file", "tokenizer_file", "vocab_file", "files_loaded"}
+LOADING_KWARGS |= {"tokenizer_object"}
 
 # Keys of a batch that are padded with 0.
 ZERO_PADDED_KEYS = {"position_ids", "assistant_masks"}
@@ -173,7 +154,7 @@ CHAT_TEMPLATE = r"""
 """.strip()
 
 # Special characters in rendered texts. Unicode reserves them for internal use (noncharacters). In
-# user's texts they are escaped.
+# the caller's texts they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
@@ -278,7 +259,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         }
         known = SAVED_TOKENIZER_FIELDS | self.special_tokens_map.keys()
         saved_settings = keep_known_settings(settings, known, "tokenizer_config.json")
-        auto_map = filter_auto_map(settings.get("auto_map"), self._auto_class)
+        auto_map = keep_our_auto_classes(settings.get("auto_map"), self._auto_class)
         code = Path(__file__).with_name(PROCESSOR_FILE)
         copy = Path(save_directory, PROCESSOR_FILE)
         needs_code = "AutoProcessor" in auto_map and not copy.exists()
@@ -294,8 +275,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     @functools.wraps(PreTrainedTokenizerFast.__call__)  # frameworks read its signature
     def __call__(self, *args, **kwargs) -> BatchEncoding:
         # transformers' method would only log that it drops images and other media.
-        drop_empty_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
-        drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
+        refuse_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
+        refuse_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
         return super().__call__(*args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
@@ -443,8 +424,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             The texts, and for each text the character spans of the assistant's turns (an empty list
             if they are not requested).
         """
-        drop_empty_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
-        drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
+        refuse_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
+        refuse_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, MODALITIES_HINT)
         template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
             _check_conversation(messages, is_default_template=template == CHAT_TEMPLATE)
@@ -488,10 +469,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         per_conversation = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
-            for number, (images, ids) in enumerate(zip(per_conversation, sequences, strict=True)):
+            for index, (images, ids) in enumerate(zip(per_conversation, sequences, strict=True)):
                 if ids.count(marker) != len(images):
                     raise ValueError(
-                        f"conversation {number} has {len(images)} images, but its ids have "
+                        f"conversation {index} has {len(images)} images, but its ids have "
                         f"{ids.count(marker)} times {name}: give a longer max_length, or a chat "
                         "template that writes images"
                     )
@@ -653,8 +634,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 return int(any(first < end and last > start for start, end in chat_spans))
 
             ids, mask, offset = [], [], 0
-            for number, piece in enumerate(pieces):
-                if number % 2 == 0:
+            for index, piece in enumerate(pieces):
+                if index % 2 == 0:
                     encoding = next(encodings)
                     ids += encoding.ids
                     if chat_spans:
@@ -704,7 +685,7 @@ def convert_ranks(
     transformers' TikTokenConverter is not used, because it needs the tiktoken package.
 
     Args:
-        special_tokens: Maps ids to tokens. Default: GLM-4's, with the ids after the last rank.
+        special_tokens: Maps ids to tokens. Default: GLM-4's tokens, with ids after the last rank.
 
     Raises:
         ValueError: The ids of the special tokens do not follow the ranks in this file.
@@ -799,8 +780,8 @@ VIDEO_AND_AUDIO_ARGUMENTS = ("videos", "video", "audio", "audios", "videos_kwarg
 MODALITIES_HINT = "this model takes images and text"
 
 
-def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> None:
-    """Remove the arguments ``names`` from ``kwargs``; raise ``ValueError`` if one is not empty.
+def refuse_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> None:
+    """Remove empty arguments ``names`` from ``kwargs``; raise ``ValueError`` for one with media.
 
     Args:
         cure: What to do instead, for the message.
@@ -811,7 +792,7 @@ def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) ->
 
 
 def _drop_none(message: Mapping) -> dict:
-    """Return a message without None values, which templates would print, and empty images."""
+    """Return a message without empty images and None values, which templates would print."""
     return {
         key: value
         for key, value in message.items()
@@ -830,7 +811,7 @@ def find_images(messages: list[dict], allow_missing: bool = False) -> list:
     An image part without an image is ``None`` if ``allow_missing``, else a ``ValueError``.
     """
     images = []
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not _is_no_image(message.get("image")):
             images.append(message["image"])
         for part in _content_parts(message):
@@ -841,7 +822,7 @@ def find_images(messages: list[dict], allow_missing: bool = False) -> list:
                 image = image.get("url")
             if image is None and not allow_missing:
                 raise ValueError(
-                    f"message {number} has an image part with 0 images: put one under 'image', "
+                    f"message {index} has an image part with 0 images: put one under 'image', "
                     "'url' or 'path', or use tokenize=False and pass images to the processor"
                 )
             images.append(image)
@@ -855,13 +836,13 @@ PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURC
 
 def _check_conversation(messages: list, is_default_template: bool) -> None:
     """Raise ``ValueError`` for values that the template would drop or print as a type's name."""
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
                 "a message must be a dict, a dataclass or a pydantic model, got "
                 f"{type(message).__name__}"
             )
-        subject = f"message {number}"
+        subject = f"message {index}"
         _check_type(subject, message, "content", (str, list, tuple, type(None)), "string or parts")
         if is_default_template:
             _refuse_unknown_keys(subject, message, MESSAGE_KEYS)

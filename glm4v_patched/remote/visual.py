@@ -2,7 +2,8 @@
 
 The vision tower is a ViT with these differences: a layer normalizes the *output* of its attention
 and of its MLP before the residual addition, there is no final norm, and the embeddings of the begin
-and the end of an image are parameters of the tower. The projector is an MLP.
+and the end of an image are parameters of the tower. The projector (an MLP) follows a convolution,
+which outputs the language model's hidden size.
 """
 
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from .configuration_chatglm import ChatGLMConfig
 
 # A name's suffix lists the tensor's dimensions: x_NTV is (N, T, V).
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
-# (class token first), V hidden size of the tower, G side of the patch grid in patches, I inner
-# tokens of an image (num_image_tokens), D hidden size of the language model.
+# (class token first), V hidden size of the tower, G side of the patch grid in patches, I tokens
+# of an image between its begin and its end (num_image_tokens), D hidden size of the language model.
 
 
 @dataclass
 class VisionOutputCollector:
-    """Collector of hidden states and attentions of the tower. Lists that are ``None`` stay empty.
+    """Collector of the tower's hidden states and attentions. A list that is None is not filled.
 
     Attributes:
         hidden_states: The input of every layer and the output of the last, ``(N, T, V)`` each.
@@ -54,7 +55,7 @@ class PatchEmbedding(nn.Module):
         patches_NPV = self.project(images)
         class_N1V = self.cls_embedding.expand(images.shape[0], 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
-        # ZeRO-3 gathers the weight only if the module is called.
+        # Call position_embedding instead of indexing its weight: ZeRO-3 gathers it only in a call.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
         return tokens_NTV + self.position_embedding(positions)
 
@@ -119,6 +120,7 @@ class TransformerLayer(CheckpointedLayer):
         self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
 
     def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
+        # attention_collector is empty or has one list, because a layer takes no keyword arguments.
         x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV, *attention_collector))
         return x_NTV + self.post_attention_layernorm(self.mlp(x_NTV))
 
@@ -146,7 +148,7 @@ class Transformer(nn.Module):
 
 
 class GLU(nn.Module):
-    """The projector after the tower. It runs at the language model's hidden size."""
+    """The projector (an MLP) after the convolution, at the language model's hidden size."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -176,14 +178,15 @@ class EVA2CLIPModel(nn.Module):
         self.boi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.eoi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.scaling_factor = vision.scaling_factor
-        self.dummy_image_size = 2 * vision.patch_size  # the smallest that uses every parameter
+        # For a batch without images, so that every process runs the tower (and all parameters).
+        self.dummy_image_size = 2 * vision.patch_size
 
     def forward(self, images: Tensor, collector: VisionOutputCollector | None = None) -> Tensor:
         """Encode images.
 
         Args:
             images: ``(N, 3, S, S)``, in the dtype of the weights. ``S`` is the configured
-                ``image_size``, or ``dummy_image_size`` for a dummy image.
+                ``image_size``, or ``dummy_image_size``.
             collector: Collects hidden states and attentions.
 
         Returns:

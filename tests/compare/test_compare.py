@@ -255,7 +255,7 @@ def test_a_folder_without_the_published_code_is_refused(original, tmp_path, caps
         file.unlink()
     assert "has no modeling_chatglm.py" in refused(capsys, folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    assert "is not a glm-4v's" in refused(capsys, folder)
+    assert "does not belong to a glm-4v" in refused(capsys, folder)
     for name in ("visual.py", "tokenizer.model"):
         copy = tmp_path / f"without {name}"
         shutil.copytree(original, copy, ignore=shutil.ignore_patterns(name))

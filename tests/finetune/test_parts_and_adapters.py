@@ -17,7 +17,7 @@ from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import LoopOptions
 from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import ModelSource
-from glm4v_patched.models.check_weights import COMPUTED
+from glm4v_patched.models.check_weights import COMPUTED_BUFFER_SUFFIX
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import built, recipe, train_here
 from tests.helpers.tiny import tiny_model
@@ -38,7 +38,7 @@ def steps_of_parts(run_recipe: Recipe) -> dict[str, float]:
     )
     moved = dict.fromkeys(MODEL_PARTS, 0.0)
     # transformers 5.0 writes what is computed, where others write what was read.
-    for name in after.keys() - {f"transformer.{COMPUTED}"}:
+    for name in after.keys() - {f"transformer.{COMPUTED_BUFFER_SUFFIX}"}:
         step = (after[name] - before[name].to(after[name].dtype)).abs().max().item()
         moved[part_of_parameter(name)] = max(moved[part_of_parameter(name)], step)
     return moved

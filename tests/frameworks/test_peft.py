@@ -77,7 +77,7 @@ def assert_it_learns_and_generates(config) -> None:
     prompt = {n: inputs[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
     if config.is_prompt_learning and not KNOWS_THE_CACHE:
-        with pytest.raises(ValueError, match="give one entry for every cached position"):
+        with pytest.raises(ValueError, match="give one value for every cache entry"):
             model.generate(**prompt, **options)
         return
     assert model.generate(**prompt, **options).shape[1] >= 3
@@ -108,7 +108,5 @@ def test_prefix_tuning_is_refused_with_the_alternatives(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""
     config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny_model(), config)
-    with pytest.raises(
-        ValueError, match="3 cached positions .* prefix tuning .* use prompt tuning"
-    ):
+    with pytest.raises(ValueError, match="3 cache entries .* prefix tuning .* use prompt tuning"):
         model(**two_sequences())

@@ -167,7 +167,7 @@ def test_a_failed_build_leaves_nothing(step, original, make, tmp_path, monkeypat
 # Refused sources
 
 REFUSED = [
-    ("config.json", {"vision_config": None}, "not a glm-4v's: vision_config is None"),
+    ("config.json", {"vision_config": None}, "not belong to a glm-4v: vision_config is None"),
     ("model-00002-of-00002.safetensors", None, "missing 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list; expected an object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),

@@ -341,7 +341,7 @@ REFUSED = {
     ),
     "another dtype": (
         changed_weights(lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.int8)})),
-        f"1 weights are not BF16, F16, F32, F64, without a quantization_config .{HEAD} I8",
+        f"1 weights are not BF16, F16, F32, F64; no quantization_config says why .{HEAD} I8",
     ),
     "more layers": (settings(num_layers=3), r"of 67 weights are missing|missing"),
     "no vocabulary": (without("tokenizer.model"), "in their place tokenizer_config.json and token"),

@@ -55,7 +55,7 @@ def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(base_of_models, "MAX_FULLY_HASHED_BYTES", 1000)
-    monkeypatch.setattr(base_of_models, "BLOCK", 10)
+    monkeypatch.setattr(base_of_models, "BLOCK_BYTES", 10)
     file, content = tmp_path / "file", bytearray(range(256)) * 100
 
     def digest_of(content: bytes) -> str:
@@ -113,7 +113,9 @@ def test_adapters_on_a_model_of_the_hub_that_is_no_glm4v_are_refused(tmp_path, m
         return str(config)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(ValueError, match="adapters of .* not a glm-4v's: model_type is 'llama'"):
+    with pytest.raises(
+        ValueError, match="adapters of .* not belong to a glm-4v: model_type is 'llama'"
+    ):
         pin_revision(ModelSource("org/name", adapters=tmp_path / "adapters"))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.models.check_weights import COMPUTED, require_complete_model
+from glm4v_patched.models.check_weights import COMPUTED_BUFFER_SUFFIX, require_complete_model
 from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -267,14 +267,18 @@ def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
 @pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 def test_any_change_of_names_or_shapes_is_refused(model, profile):
     whole = load_file(model / SINGLE_FILE)
-    shapes = {name: tensor.shape for name, tensor in whole.items() if not name.endswith(COMPUTED)}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in whole.items()
+        if not name.endswith(COMPUTED_BUFFER_SUFFIX)
+    }
 
     @profile
     @given(CHANGES)
     def check(changes):
         new = changed(whole, changes)
         save_file(new, model / SINGLE_FILE, metadata={"format": "pt"})
-        if {n: new[n].shape for n in new if not n.endswith(COMPUTED)} == shapes:
+        if {n: new[n].shape for n in new if not n.endswith(COMPUTED_BUFFER_SUFFIX)} == shapes:
             require_complete_model(str(model))
             return
         with pytest.raises(ValueError, match="weights") as raised:

@@ -16,7 +16,7 @@ from glm4v_patched.models.check_weights import require_readable
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limited_process import LIMITED_PROCESS, LimitExceeded
 from glm4v_patched.models.limits import (
-    SETTINGS_FILES,
+    PROCESSOR_JSON_FILES,
     LimitedTemplate,
     require_adapters,
     require_settings,
@@ -133,7 +133,7 @@ def test_json_is_read_within_limits(tmp_path, text, message):
         read_json_object(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("name", [*SETTINGS_FILES, "config.json", "generation_config.json"])
+@pytest.mark.parametrize("name", [*PROCESSOR_JSON_FILES, "config.json", "generation_config.json"])
 def test_all_json_that_transformers_reads_is_read_within_limits_first(model, name):
     (model / name).write_text(JSON["lists"][0])
     with pytest.raises(ValueError, match=f"{name} nests more than {MAX_JSON_DEPTH}"):

@@ -85,7 +85,9 @@ def test_a_cache_made_anew_from_its_tensors_needs_positions(model):
     other = DynamicCache()
     for number, layer in enumerate(cache.layers):
         other.update(layer.keys, layer.values, number)
-    with pytest.raises(ValueError, match=f"after {mask.shape[1]} cached .* pass position_ids"):
+    with pytest.raises(
+        ValueError, match=f"after {mask.shape[1]} cache entries .* pass position_ids"
+    ):
         stepped(model, other, STEP, mask)
     # An image takes three position ids for its six tokens.
     positions = mask.sum(1, keepdim=True) - torch.tensor([[0], [3], [6]])

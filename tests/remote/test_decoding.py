@@ -142,7 +142,7 @@ def test_a_static_cache_that_is_too_small_for_expanded_prompts_is_refused():
         if capacity == needed:
             assert torch.equal(model.generate(**batch, **GREEDY, **cache_kwargs), want)
             continue
-        with pytest.raises(ValueError, match=f"static cache has {capacity} positions but"):
+        with pytest.raises(ValueError, match=f"static cache has {capacity} entries but"):
             model.generate(**batch, **GREEDY, **cache_kwargs)
 
 

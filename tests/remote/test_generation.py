@@ -96,7 +96,7 @@ def test_a_number_of_images_other_than_of_placeholders_is_refused(model):
         new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **cached_inputs})
     for ids, number, message in (
         (text(4), 2, "2 images were given with inputs_embeds.*give input_ids"),
-        (unexpanded_image(), 1, "expand to 6 positions, and inputs_embeds cannot be"),
+        (unexpanded_image(), 1, "expand to 6 tokens, and inputs_embeds cannot be"),
     ):
         embeds = model.get_input_embeddings()(torch.tensor([ids])).detach()
         with pytest.raises(ValueError, match=message):

@@ -135,7 +135,7 @@ def test_batches_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
     inputs = {"input_ids": IDS[:, :2], "past_key_values": cache}
     with pytest.raises(ValueError, match=r"\(1, 2\) after 6 .* \(1, 8\)"):
         model(**inputs, attention_mask=torch.ones(1, 2))
-    with pytest.raises(ValueError, match="1 times .*, after 6 cached"):
+    with pytest.raises(ValueError, match="1 times .*, after 6 cache"):
         positions = torch.tensor([[6, 0]])
         model(**inputs, attention_mask=torch.ones(1, 8), position_ids=positions)
 

@@ -202,9 +202,9 @@ def test_unexpanded_prompts_may_select_logits_of_text_after_images_only(model):
 SHORT = torch.arange(9) < 3
 REFUSED = {
     "labels without rows": (torch.ones(15, dtype=torch.long), 3, "(15,)", "(2, 15)"),
-    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 pos", "selects 15"),
+    "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 col", "selects 15"),
     "below 0": (None, -3, "-3"),
-    "a short mask": (two_images(expanded_image())["labels"][:, :3], SHORT, "9 positions"),
+    "a short mask": (two_images(expanded_image())["labels"][:, :3], SHORT, "9 columns"),
     "a mask of each row": (None, SHORT.expand(2, -1), "2 dimensions"),
 }
 
@@ -218,5 +218,5 @@ def test_invalid_logits_to_keep_are_refused_with_both_numbers(model, case):
         model(**inputs, logits_to_keep=selection)
     labels = two_images(expanded_image())["labels"]
     twice = {"labels": labels[:, -4:], "shift_labels": labels.roll(-1, dims=1)}
-    with pytest.raises(ValueError, match="labels of 4 selected positions were given together"):
+    with pytest.raises(ValueError, match="labels of 4 selected columns were given together"):
         model(**inputs | twice, logits_to_keep=4)

@@ -54,7 +54,7 @@ IDS, EMBEDS = torch.tensor([[5, *unexpanded_image()]]), torch.zeros(1, 4, 64)
 CONTRADICTIONS = {
     "exactly one of input_ids": {"input_ids": IDS, "inputs_embeds": EMBEDS},
     "two names": {"input_ids": IDS, "pixel_values": random_pixels(1), "images": random_pixels(1)},
-    "0 positions": {"inputs_embeds": EMBEDS, "pixel_values": random_pixels(2)},
+    "0 columns": {"inputs_embeds": EMBEDS, "pixel_values": random_pixels(2)},
     "(3, 40, 56), (3, 56, 56)": {
         "input_ids": IDS,
         "images": [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
@@ -217,14 +217,14 @@ def test_keywords_that_frameworks_pass_are_accepted():
 def test_hidden_states_of_unexpanded_prompts_are_refused_in_training_and_else_warn_once(caplog):
     """A reward model reads its score where the unexpanded mask ends: inside an image."""
     model = tiny_model().train()
-    with pytest.raises(ValueError, match="prompts of 10 ids expand to 13 positions.*give expanded"):
+    with pytest.raises(ValueError, match="prompts of 10 ids expand to 13 tokens.*give expanded"):
         model(**two_sequences(unexpanded_image()), output_hidden_states=True)
     model.eval()(**two_sequences(expanded_image()), output_hidden_states=True)
     assert not caplog.records
     for image in (unexpanded_image(), [7, *unexpanded_image()]):
         model(**two_sequences(image), output_hidden_states=True)
     (record,) = caplog.records
-    assert "prompts of 10 ids expand to 13 positions" in record.getMessage()
+    assert "prompts of 10 ids expand to 13 tokens" in record.getMessage()
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ WRONG_CALLS = {
         "[1, 1]",
         "[2, 0]",
     ),
-    "a begin inside": ({"text": BEGIN * 2 + END, "images": pil_image()}, "position 2 of 5"),
+    "a begin inside": ({"text": BEGIN * 2 + END, "images": pil_image()}, "token 2 of 5"),
     "another size": ({"text": BEGIN + FILL * 3 + END, "images": pil_image()}, "3 ids", "4 times"),
     "text inside": ({"text": BEGIN + FILL * 3 + "a" + END, "images": pil_image()}, "4 ids", "4 ti"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
@@ -166,7 +166,7 @@ def test_truncation_counts_expanded_ids_and_cuts_no_image(processor):
     for given_options in (options, {"text_kwargs": options}):
         out = processor(**inputs, **given_options)
         assert out["input_ids"][0] == whole[:8] and len(out["attention_mask"][0]) == 8
-    message = "ids to max_length {} would cut the image at positions 2 to 7: use a max_.*{}"
+    message = "ids to max_length {} would cut the image at tokens 2 to 7: use a max_.*{}"
     for most in (7, 2):
         with pytest.raises(ValueError, match=f"{len(whole)} {message.format(most, 'least 8')}"):
             processor(**inputs, truncation=True, max_length=most)

@@ -99,7 +99,7 @@ def test_generate_continues_a_cache_with_embeddings(model, image):
     model(first, pixel_values=random_pixels(1), past_key_values=cache)
     embeds, num_cached = model.get_input_embeddings()(more), cache.get_seq_length()
     if not SLICES_INPUTS_EMBEDS:
-        with pytest.raises(ValueError, match=f"has 3 positions but the cache holds {num_cached}"):
+        with pytest.raises(ValueError, match=f"has 3 columns but the cache holds {num_cached}"):
             prepare = model.prepare_inputs_for_generation
             prepare(first[:, :0], past_key_values=cache, inputs_embeds=embeds)
     unread = embeds.new_zeros(1, num_cached, embeds.shape[-1])
