@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch.utils.benchmark import Timer
 
-from ..engine.memory_plan import Batch, count_projection, linear_layer_shapes
+from ..engine.memory_plan import BatchShape, count_projection, linear_layer_shapes
 from ..engine.prepare import local_device
 from ..models.base import ModelSource
 from ..models.loading import load_model_config
@@ -46,13 +46,15 @@ def benchmark_config(config: str | None, model: str | None = None) -> ChatGLMCon
     return ChatGLMConfig(**sizes)
 
 
-def benchmark_batch(settings: TrainingSettings, config: ChatGLMConfig, processes: int) -> Batch:
+def benchmark_batch(
+    settings: TrainingSettings, config: ChatGLMConfig, processes: int
+) -> BatchShape:
     """Return the shape of the batch of each of ``processes`` processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
     count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
         count, longest, images = 1, sum(lengths), len(lengths)
-    return Batch(
+    return BatchShape(
         num_sequences=count,
         sequence_length=longest,
         images_per_sequence=images,

@@ -154,7 +154,12 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     Args:
         length: Length of the longest sequence, with its image placeholder expanded.
     """
-    from ..engine.memory_plan import Batch, activation_bytes, count_parameters, min_free_gpu_memory
+    from ..engine.memory_plan import (
+        BatchShape,
+        activation_bytes,
+        count_parameters,
+        min_free_gpu_memory,
+    )
     from ..engine.options import EngineOptions
     from ..engine.ram import free_ram
     from ..remote.configuration_chatglm import ChatGLMConfig
@@ -168,7 +173,9 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )
     weights = bytes_per_element * sum(count_parameters(config))
-    activations = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
+    activations = activation_bytes(
+        config, options, BatchShape(num_sequences=2, sequence_length=length)
+    )
     logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
     needed = weights + activations + logits
     free = free_ram() if device == "cpu" else min_free_gpu_memory()

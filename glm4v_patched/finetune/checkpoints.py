@@ -113,8 +113,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
-    """Delete the complete checkpoints except the newest ``number`` and the best one.
+def delete_all_but_newest(folder: Path, num_kept: int, best: str | None = None) -> None:
+    """Delete the complete checkpoints except the newest ``num_kept`` and the best one.
 
     Incomplete checkpoints, and links to checkpoints, stay.
     """
@@ -123,7 +123,7 @@ def delete_all_but_newest(folder: Path, number: int, best: str | None = None) ->
         for checkpoint in list_checkpoints(folder)
         if not checkpoint.is_symlink() and not find_checkpoint_problems(checkpoint, contents=False)
     ]
-    for checkpoint in complete[:-number]:
+    for checkpoint in complete[:-num_kept]:
         if best is None or checkpoint.name != Path(best).name:
             shutil.rmtree(checkpoint)
 

@@ -11,7 +11,7 @@ from transformers import SchedulerType, get_scheduler
 
 from ..terminal_text import error_text
 from .recipe.file import short_json
-from .recipe.trainer import METRIC_SCHEDULES
+from .recipe.trainer import SCHEDULES_BY_METRIC
 
 # A longer run is sampled at MAX_SAMPLED_STEPS evenly spread steps. A schedule that depends on a
 # metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
@@ -48,7 +48,7 @@ def require_schedule(arguments: Arguments) -> None:
             f"{error_text(error)}"
         ) from None
     peak = arguments["learning_rate"]
-    highest_allowed = math.inf if name in METRIC_SCHEDULES else peak
+    highest_allowed = math.inf if name in SCHEDULES_BY_METRIC else peak
     for step, rate in rates:
         if not 0 <= rate <= highest_allowed * (1 + ROUNDING) or rate == math.inf:
             raise ValueError(
@@ -95,7 +95,7 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]
     )
     scheduler = _build(arguments, optimizer, _kwargs(arguments))
-    if arguments["lr_scheduler_type"] not in METRIC_SCHEDULES:
+    if arguments["lr_scheduler_type"] not in SCHEDULES_BY_METRIC:
         [lr_lambda] = scheduler.lr_lambdas
         peak = arguments["learning_rate"]
         return [(step, float(peak * lr_lambda(step))) for step in _sampled_steps(arguments)]
@@ -145,7 +145,7 @@ def _require_kwargs(arguments: Arguments) -> None:
                 f"trainer.lr_scheduler_kwargs has {key} {short_json(value)}; expected a number "
                 "from 0, text, true or false"
             )
-    if name not in METRIC_SCHEDULES:
+    if name not in SCHEDULES_BY_METRIC:
         return
     greater = arguments.get("greater_is_better")
     if greater is None:

@@ -122,7 +122,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
         resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu"
     )
     usual = model.model.generation_config
-    matches = generations.answer(model.model, draws=True)
+    matches = generations.answer(model.model, draws_sheet=True)
     assert model.model.generation_config is usual
     alone = Answerer(model, Generation(max_new_tokens=TOKENS))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.

@@ -123,7 +123,7 @@ def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(stream_
 
 
 def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
-    tracker = BadRowTracker(ends=False)
+    tracker = BadRowTracker(ends_run=False)
     for last in (15, 50):
         tracker.record([f"row {number}" for number in range(last)], [])
     tracker.conclude(step=3)
