@@ -42,7 +42,7 @@ def benchmark_config(config: str | None, model: str | None = None) -> ChatGLMCon
         return ChatGLMConfig()
     sizes = {"model_type": "chatglm"} | read_json_object(Path(config))
     if reason := why_not_glm4v(sizes):
-        raise ValueError(f"--config {config} is not a glm-4v's: {reason}")
+        raise ValueError(f"--config {config} is not the config of a glm-4v: {reason}")
     return ChatGLMConfig(**sizes)
 
 
@@ -51,15 +51,14 @@ def benchmark_batch(
 ) -> BatchShape:
     """Return the shape of the batch of each of ``processes`` processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
-    count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
-        count, longest, images = 1, sum(lengths), len(lengths)
-    return BatchShape(
-        num_sequences=count,
-        sequence_length=longest,
-        images_per_sequence=images,
-        processes=processes,
-    )
+        return BatchShape(
+            num_sequences=1,
+            sequence_length=sum(lengths),
+            images_per_sequence=len(lengths),
+            processes=processes,
+        )
+    return BatchShape(num_sequences=len(lengths), sequence_length=lengths[0], processes=processes)
 
 
 def useful_flop(config: ChatGLMConfig, settings: TrainingSettings) -> float:
@@ -90,7 +89,7 @@ def vision_flop(config: ChatGLMConfig) -> float:
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
-    """Return the FLOP of one sample in a forward pass; the head runs at supervised tokens only."""
+    """Return the FLOP of one sample in a forward pass, with logits of supervised tokens only."""
     tokens, (_, layer) = (
         config.vision.num_image_tokens + 2 + text_tokens,
         linear_layer_shapes(config),

@@ -133,8 +133,8 @@ def _require_original(folder: Path) -> "ChatGLMConfig":
             f"{folder} is not a folder; expected your download of the published model, made by "
             f"`hf download zai-org/glm-4v-9b --local-dir {folder}`"
         )
-    if fault := find_model_folder_problem(folder):
-        raise ValueError(f"{folder}: {fault}")
+    if problem := find_model_folder_problem(folder):
+        raise ValueError(f"{folder}: {problem}")
     require_complete_model(str(folder))
     if (folder / "checkpointing.py").is_file():  # only our code has this file
         raise ValueError(
