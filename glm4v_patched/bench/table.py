@@ -23,8 +23,6 @@ SETTINGS_WITH_COLUMNS = {
     "tower",
     "language",
     "memory_limit",
-}
-SETTINGS_WITH_COLUMNS |= {
     "stage3_max_live_parameters",
     "zero_stage",
     "steps",

@@ -179,10 +179,7 @@ class _OutputPair:
         above: float = 0,
         at_most: float = sys.float_info.max,
     ) -> Comparison:
-        """Judge each model by a number that ``measure`` returns for its padded batch.
-
-        The number is valid if ``above < number <= at_most``.
-        """
+        """Judge ``measure`` of each model's padded batch: valid is ``above < value <= at_most``."""
         texts, valid, notes = [], [], []
         for model in self.models:
             result = quantity.partition(",")[0]

@@ -189,9 +189,9 @@ def _train_and_ask(
     return metrics
 
 
-def _write_data_set(folder: Path, name: str, number: int, seed: int, task: str) -> Path:
-    """Write ``number`` conversations and their images, and return the file of conversations."""
-    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE, task)
+def _write_data_set(folder: Path, name: str, num_images: int, seed: int, task: str) -> Path:
+    """Write images and a conversation about each, and return the file of conversations."""
+    conversations = draw_data_set(folder / name, num_images, seed, IMAGE_SIDE, task)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 

@@ -70,7 +70,7 @@ class BadRowTracker(TrainerCallback):
         if dist.is_initialized():
             by_process = [None] * dist.get_world_size()
             dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
-        self.num_skipped = sum(number for number, _ in by_process)
+        self.num_skipped = sum(num_problems for num_problems, _ in by_process)
         if not self.has_ended_run:  # the problems of the last steps may not be printed yet
             self._print([*self.fatal][:MAX_PRINTED])
             return

@@ -39,24 +39,24 @@ class EvalGenerations:
         checked: CheckedData,
         processor: Any,
         sheet: Path,
-        number: int,
+        max_rows: int,
         max_new_tokens: int,
         batch_size: int,
-        positions: int,
+        max_positions: int,
     ):
         """
         Args:
-            checked: The rows for evaluation. Rows whose answer would exceed the position table are
+            checked: The rows for evaluation. Rows whose answer could exceed ``max_positions`` are
                 skipped.
             sheet: File for the contact sheet: one picture of the images with their answers.
-            number: Maximum number of rows to answer.
+            max_rows: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
             batch_size: Rows that are answered at once.
-            positions: Size of the model's position table.
+            max_positions: Size of the model's position table.
         """
-        fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        stride = max(len(fitting) / max(number, 1), 1)
-        sampled = [int(fitting[int(n * stride)]) for n in range(min(number, len(fitting)))]
+        fitting = (checked.column("position_ids") + max_new_tokens <= max_positions).nonzero()[0]
+        stride = max(len(fitting) / max(max_rows, 1), 1)
+        sampled = [int(fitting[int(n * stride)]) for n in range(min(max_rows, len(fitting)))]
         conversations = checked.conversations()
         self.questions = [make_question(row, conversations[row]) for row in sampled]
         self.rows = [checked.row_labels[row] for row in sampled]

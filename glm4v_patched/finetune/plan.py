@@ -52,7 +52,7 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# For a stream, memory is planned for rows that exceed the longest checked row by this factor.
+# For a stream, memory is planned for rows of this many times the length of the longest checked row.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -230,9 +230,8 @@ def make_plan(
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: The rows differ from those of the checkpoint and ``accept_changed_data`` is
-            false; or the run would have no batch, lack a necessary evaluation, or have an invalid
-            learning rate.
+        ValueError: The rows differ from the checkpoint's without ``accept_changed_data``; or the
+            run would have no batch, lack a necessary evaluation, or have an invalid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
     sequences = checked.batch_sequences()

@@ -13,8 +13,8 @@ from ..terminal_text import error_text
 from .recipe.file import short_json
 from .recipe.trainer import SCHEDULES_BY_METRIC
 
-# A longer run is sampled at MAX_SAMPLED_STEPS evenly spread steps. A schedule that depends on a
-# metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
+# Only MAX_SAMPLED_STEPS evenly spread steps of a longer run are checked. A schedule that depends on
+# a metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
 MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
 ROUNDING = 1e-6  # relative error of a rate that is accepted
 # A schedule is most likely a mistake if its highest rate is below MIN_PEAK_SHARE of
@@ -87,9 +87,9 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     """Return pairs of a step, from 0, and its learning rate.
 
     If parts of the model have their own rates, the highest rate is returned; the others are
-    proportional to it. The step after the last is included, because the Trainer computes its rate,
-    too. For a schedule that depends on a metric, all pairs have step 0, and their rates are those
-    after some evaluations.
+    proportional to it. The step after the last is included, because the Trainer computes a rate
+    for it, too. For a schedule that depends on a metric, all pairs have step 0, and the rates are
+    those after the simulated evaluations.
     """
     optimizer = torch.optim.AdamW(
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]

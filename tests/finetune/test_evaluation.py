@@ -254,7 +254,10 @@ def test_rows_for_evaluation_count_with_each_field_by_which_they_decide(
     values = {"load_best_model_at_end": False, "save_strategy": "no", "patience": None}
     values |= {name: value}
     plan = SimpleNamespace(
-        arguments=values, loop=SimpleNamespace(patience=values["patience"]), settings={}, files={}
+        arguments=values,
+        loop=SimpleNamespace(patience=values["patience"]),
+        settings={},
+        file_digests={},
     )
     rows = Plan.fingerprint(cast(Any, plan), check_data(resolve_recipe(base_recipe))).rows
     assert (rows.evaluated is not None) is decides
