@@ -199,8 +199,8 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: BatchSh
         options.trained
     )
     residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
-    # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (v is
-    # a view of the latter), and in the MLP the first layer's output and the second layer's input.
+    # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (of
+    # which v is a view), and in the MLP the first layer's output and the second layer's input.
     saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden

@@ -112,7 +112,7 @@ def describe_data(checked: CheckedData, is_streamed: bool) -> str:
     tokens = f"{pluralize(counts.tokens, 'token')}, {counts.supervised:,} of them supervised"
     text = f"{samples}, {images}; {tokens}"
     if is_streamed:
-        text = f"a stream, of which were checked: {text}"
+        text = f"a stream; checked before training: {text}"
     return text + (f"; {pluralize(checked.skipped, 'row')} skipped" if checked.skipped else "")
 
 

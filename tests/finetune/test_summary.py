@@ -237,7 +237,9 @@ def doubts(changes, rows=64, steps=100) -> list[str]:
     """Return the warnings for a run of two processes."""
     arguments = arguments_of(recipe(SANE | changes), steps)
     batch = 2 * 4 * arguments["gradient_accumulation_steps"]
-    plan = SimpleNamespace(arguments=arguments, rows=rows, effective_batch=batch, is_streamed=False)
+    plan = SimpleNamespace(
+        arguments=arguments, num_rows=rows, effective_batch=batch, is_streamed=False
+    )
     return list(find_warnings(plan))
 
 

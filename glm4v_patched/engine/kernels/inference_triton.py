@@ -432,7 +432,7 @@ def layer_norm_add(
 def add_rms_norm(
     x: Tensor, norm: RMSNorm, y: Tensor | SplitKPartials | None, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + y`` and ``norm(x + y)``, the latter in fp8 if ``quantizes``.
+    """Return ``x + y``, and ``norm(x + y)``, which is in fp8 if ``quantizes``.
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16; None for ``y`` means zero.
     """

@@ -21,7 +21,7 @@ from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import SCHEDULES_BY_METRIC
 
-# The module of each logger whose module has another name.
+# Python modules of the loggers that are not named like their module.
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
