@@ -116,9 +116,8 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         and os.path.isdir(model)
         and not os.path.isfile(os.path.join(model, "adapter_config.json"))
     ):
-        yield RecipeProblem(
-            "revision", f'revision is "{revision}", and the folder {model} has none; expected null'
-        )
+        text = f'revision is "{revision}", and {model} is a folder, without one; expected null'
+        yield RecipeProblem("revision", text)
     if trained is None:
         return
     if known.get("data.reuse_features") and trains_vision(trained):
