@@ -108,7 +108,7 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, capsys):
 def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(config, "version", lambda package: "0.1.0")
     assert main(["demo", "--device", "cpu", "--out", str(tmp_path / "new")]) == 1
-    assert "a tested DeepSpeed, 0.1.0 is not: " in capsys.readouterr().err
+    assert "a tested DeepSpeed instead of 0.1.0: " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -12,7 +12,7 @@ from glm4v_patched.engine.memory_plan import (
     ALLOCATOR_OVERHEAD,
     GIB,
     NON_TORCH_BYTES,
-    Batch,
+    BatchShape,
     decide_options,
     estimate_peak_bytes,
     offloaded_bytes,
@@ -32,7 +32,7 @@ def largest_batch(
     stages = [0] if trained == "qlora" else [0, 3] if cards == 1 else [3]
     usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     for rows, stage in product((16, 8, 4, 2, 1), stages):
-        batch = Batch(num_sequences=rows, sequence_length=length, processes=cards)
+        batch = BatchShape(num_sequences=rows, sequence_length=length, processes=cards)
         requested = EngineOptions(trained=trained, zero_stage=stage)
         decided = decide_options(config, requested, batch, free)
         if estimate_peak_bytes(config, decided, batch) <= usable:

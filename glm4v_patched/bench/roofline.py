@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch.utils.benchmark import Timer
 
-from ..engine.memory_plan import Batch, count_projection, linear_layer_shapes
+from ..engine.memory_plan import BatchShape, count_projection, linear_layer_shapes
 from ..engine.prepare import local_device
 from ..models.base import ModelSource
 from ..models.loading import load_model_config
@@ -46,18 +46,19 @@ def benchmark_config(config: str | None, model: str | None = None) -> ChatGLMCon
     return ChatGLMConfig(**sizes)
 
 
-def benchmark_batch(settings: TrainingSettings, config: ChatGLMConfig, processes: int) -> Batch:
+def benchmark_batch(
+    settings: TrainingSettings, config: ChatGLMConfig, processes: int
+) -> BatchShape:
     """Return the shape of the batch of each of ``processes`` processes."""
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
-    count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
-        count, longest, images = 1, sum(lengths), len(lengths)
-    return Batch(
-        num_sequences=count,
-        sequence_length=longest,
-        images_per_sequence=images,
-        processes=processes,
-    )
+        return BatchShape(
+            num_sequences=1,
+            sequence_length=sum(lengths),
+            images_per_sequence=len(lengths),
+            processes=processes,
+        )
+    return BatchShape(num_sequences=len(lengths), sequence_length=lengths[0], processes=processes)
 
 
 def useful_flop(config: ChatGLMConfig, settings: TrainingSettings) -> float:
@@ -88,7 +89,7 @@ def vision_flop(config: ChatGLMConfig) -> float:
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
-    """Return the FLOP of one sample in a forward pass; the head runs at supervised tokens only."""
+    """Return the FLOP of one sample in a forward pass, with logits of supervised tokens only."""
     tokens, (_, layer) = (
         config.vision.num_image_tokens + 2 + text_tokens,
         linear_layer_shapes(config),

@@ -89,26 +89,22 @@ def config_and_processor(
 
 
 def make_conversations(
-    processor: ChatGLMProcessor, settings: TrainingSettings, folder: Path, samples: int
+    processor: ChatGLMProcessor, settings: TrainingSettings, folder: Path, num_samples: int
 ) -> list[list[dict]]:
-    """Write JPEG files to ``folder`` and return conversations, each about one of them.
-
-    Args:
-        samples: The number of conversations.
-    """
-    images = _write_images(folder, settings, samples)
+    """Write JPEG files to ``folder``, and return ``num_samples`` conversations, each about one."""
+    images = _write_images(folder, settings, min(NUM_IMAGE_FILES, num_samples))
     generator, lengths = random.Random(0), settings.text_lengths()
     return [
         _make_conversation(processor, images[n % len(images)], lengths[n % len(lengths)], generator)
-        for n in range(samples)
+        for n in range(num_samples)
     ]
 
 
-def _write_images(folder: Path, settings: TrainingSettings, samples: int) -> list[str]:
+def _write_images(folder: Path, settings: TrainingSettings, num_images: int) -> list[str]:
     """Write blurred colors with noise, which take as long to decode as photographs."""
     width, height = map(int, image_size(settings.from_files or "").split("x"))
     generator, images = random.Random(0), []
-    for number in range(min(NUM_IMAGE_FILES, samples)):
+    for number in range(num_images):
         colors = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))
         blurred = colors.resize((width, height), Image.Resampling.BICUBIC)
         noise = Image.effect_noise((width, height), 12).convert("RGB")
@@ -123,29 +119,29 @@ def _make_conversation(
 ) -> list[dict]:
     """Return a conversation of one image and ``text_tokens``, whose second half is supervised."""
 
-    def letters(number: int) -> str:
-        return " ".join(generator.choices(string.ascii_lowercase, k=number))
+    def letters(num_letters: int) -> str:
+        return " ".join(generator.choices(string.ascii_lowercase, k=num_letters))
 
     def build(question_length: int, answer_length: int) -> list[dict]:
         user = {"role": "user", "image": image, "content": letters(question_length)}
         return [user, {"role": "assistant", "content": letters(answer_length)}]
 
     [smallest] = ConversationCollator(processor).measure([build(1, 1)])
-    answer = num_supervised(text_tokens) - smallest.supervised + 1
-    question = processor.num_image_tokens + 2 + text_tokens - smallest.tokens - answer + 2
-    if min(question, answer) < 1:
+    answer_length = num_supervised(text_tokens) - smallest.supervised + 1
+    num_tokens = processor.num_image_tokens + 2 + text_tokens
+    question_length = num_tokens - smallest.tokens - answer_length + 2
+    if min(question_length, answer_length) < 1:
         raise ValueError(
             f"--text-tokens {text_tokens} is too small for a question and an answer in the chat "
             "format; give more"
         )
-    return build(question, answer)
+    return build(question_length, answer_length)
 
 
-def write_benchmark_data(folder: Path, settings: TrainingSettings, samples: int) -> None:
-    """Write ``train.jsonl`` and its images and, unless the settings name a model, ``model/``.
+def write_benchmark_data(folder: Path, settings: TrainingSettings, num_samples: int) -> None:
+    """Write ``train.jsonl`` with ``num_samples`` conversations, and their images.
 
-    Args:
-        samples: The number of conversations.
+    Unless the settings name a model, ``model/`` is also written.
     """
     config, processor = config_and_processor(settings)
     assert processor is not None, "only for samples that are read from files"
@@ -153,8 +149,8 @@ def write_benchmark_data(folder: Path, settings: TrainingSettings, samples: int)
         torch.manual_seed(0)
         with local_device():
             save(build_random_model(config, dtype=torch.bfloat16), processor, folder / "model")
-    dialogs = make_conversations(processor, settings, folder, samples)
-    write_conversations(folder / "train.jsonl", dialogs, overwrite=True)
+    conversations = make_conversations(processor, settings, folder, num_samples)
+    write_conversations(folder / "train.jsonl", conversations, overwrite=True)
 
 
 if __name__ == "__main__":

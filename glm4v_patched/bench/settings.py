@@ -139,7 +139,7 @@ class GenerationSettings:
     cache: str = option(
         "auto", "auto: static, if decode steps can be captured as CUDA graphs", choices=CACHES
     )
-    repeats: int = option(3, "timed runs of each batch, of which the median counts", ge=1)
+    repeats: int = option(3, "timed runs of each batch size; the median counts", ge=1)
     config: str | None = None
     device: str = "cuda"
     weights: str | None = None

@@ -23,8 +23,6 @@ SETTINGS_WITH_COLUMNS = {
     "tower",
     "language",
     "memory_limit",
-}
-SETTINGS_WITH_COLUMNS |= {
     "stage3_max_live_parameters",
     "zero_stage",
     "steps",
@@ -34,7 +32,8 @@ SETTINGS_WITH_COLUMNS |= {
 }
 BEGIN_MARKER, END_MARKER = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 Column = Callable[[dict], str]  # returns a row's cell
-# Keys that the rows of each workload must have.
+# Keys that the rows of each workload must have. A row's workload is "generate", "answers" or, for
+# training, the trained weights (TRAINED).
 REQUIRED_TRAINING_KEYS = {"gpus", "micro_batch", "text_tokens", "settings"}
 REQUIRED_KEYS = {"generate": {"batch"}}
 REQUIRED_KEYS |= {"answers": {"batch", "image", "rows", "new_tokens"}}
@@ -81,8 +80,8 @@ def require_same_kind(path: Path, workload: str) -> None:
         if columns_of(row) is not columns_of({"workload": workload}):
             stored = row["workload"] if row["workload"] in REQUIRED_KEYS else "training"
             raise ValueError(
-                f"{path} has measurements of {stored}, which do not fit into one table with those "
-                f"of {workload}: give --out another file"
+                f"{path} has measurements of {stored}, and measurements of {workload} do not fit "
+                "into the same table: give --out another file"
             )
 
 
@@ -108,12 +107,12 @@ def hardware_cell(row: dict) -> str:
 
 
 def _policies_cell(row: dict) -> str:
-    """Return the policies of tower and language model, with the chosen one in place of "auto"."""
-    policies = {"tower": "auto", "language": "auto"} | row["settings"]
-    policies |= row.get("policies") or {}
+    """Return the activation checkpointing of tower and language model, with "auto" resolved."""
+    checkpointing = {"tower": "auto", "language": "auto"} | row["settings"]
+    checkpointing |= row.get("policies") or {}
     # A frozen tower stores no activations.
-    tower = policies["tower"] if trains_tower(row["workload"]) else "-"
-    return f"{tower}, {policies['language']}"
+    tower = checkpointing["tower"] if trains_tower(row["workload"]) else "-"
+    return f"{tower}, {checkpointing['language']}"
 
 
 def _live_parameters_cell(row: dict) -> str:
@@ -150,7 +149,8 @@ def _formatted(key: str, template: str) -> Column:
     return lambda row: "-" if row.get(key) is None else template.format(row[key])
 
 
-# Columns that describe a measurement of training.
+# Columns that describe a measurement of training. "added" is for rows of an ablation: what such a
+# row has beside everything that the rows above it have.
 TRAINING_SETTING_COLUMNS: dict[str, Column] = {
     "added": _formatted("added", "{}"),
     "trained": lambda row: row["workload"],
@@ -185,7 +185,7 @@ ANSWER_COLUMNS: dict[str, Column] = {
     "weights": _formatted("weights", "{}"),
     "image": _formatted("image", "{}"),
     "batch": lambda row: str(row["batch"]),
-    "rows of tokens": lambda row: f"{row['rows']} of {row['new_tokens']}",
+    "rows x new tokens": lambda row: f"{row['rows']} x {row['new_tokens']}",
     "answers/s": _formatted("answers_per_s", "{:.3g}"),
     "first answers, s": _formatted("first_answer_s", "{:.3g}"),
     "command, s": _formatted("command_s", "{:.3g}"),

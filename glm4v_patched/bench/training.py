@@ -47,12 +47,12 @@ def measure_training(options: argparse.Namespace) -> Iterator[dict]:
 def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
     """Return the settings of every combination that the command line asks for."""
 
-    def given_values(section: type) -> dict[str, Any]:
+    def option_values(section: type) -> dict[str, Any]:
         return {
             field.name: getattr(options, field.name) for field in fields(section) if field.metadata
         }
 
-    engine, common = EngineSection(**given_values(EngineSection)), given_values(TrainingSettings)
+    engine, common = EngineSection(**option_values(EngineSection)), option_values(TrainingSettings)
     return [
         TrainingSettings(**common | dict(zip(VARIED_SETTINGS, varied, strict=True)), engine=engine)
         for varied in product(*(common[name] for name in VARIED_SETTINGS))
@@ -105,8 +105,8 @@ def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) ->
     free = apply_memory_limit(free, settings.engine.memory_limit)
     batch = benchmark_batch(settings, config, processes)
     problem = find_memory_problem(config, settings.engine_options(), batch, free)
-    count = f"{processes} process{'es' * (processes != 1)}"
-    measurement = f"{settings.trained}, micro-batch {settings.micro_batch}, on {count}"
+    on_processes = f"on {processes} process{'es' * (processes != 1)}"
+    measurement = f"{settings.trained}, micro-batch {settings.micro_batch}, {on_processes}"
     return problem and f"{measurement}: {in_bench_terms(problem)}"
 
 

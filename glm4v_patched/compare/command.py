@@ -133,8 +133,8 @@ def _require_original(folder: Path) -> "ChatGLMConfig":
             f"{folder} is not a folder; expected your download of the published model, made by "
             f"`hf download zai-org/glm-4v-9b --local-dir {folder}`"
         )
-    if fault := find_model_folder_problem(folder):
-        raise ValueError(f"{folder}: {fault}")
+    if problem := find_model_folder_problem(folder):
+        raise ValueError(f"{folder}: {problem}")
     require_complete_model(str(folder))
     if (folder / "checkpointing.py").is_file():  # only our code has this file
         raise ValueError(
@@ -154,7 +154,7 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     Args:
         length: Length of the longest sequence, with its image placeholder expanded.
     """
-    from ..engine.memory_plan import Batch, activation_bytes, count_parameters, min_free_gpu_memory
+    from ..engine import memory_plan
     from ..engine.options import EngineOptions
     from ..engine.ram import free_ram
     from ..remote.configuration_chatglm import ChatGLMConfig
@@ -167,11 +167,12 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     options = EngineOptions(
         trained="lora_lm", precision=precision, tower="full", language="none", compile=False
     )
-    weights = bytes_per_element * sum(count_parameters(config))
-    activations = activation_bytes(config, options, Batch(num_sequences=2, sequence_length=length))
+    weights = bytes_per_element * sum(memory_plan.count_parameters(config))
+    batch = memory_plan.BatchShape(num_sequences=2, sequence_length=length)
+    activations = memory_plan.activation_bytes(config, options, batch)
     logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
     needed = weights + activations + logits
-    free = free_ram() if device == "cpu" else min_free_gpu_memory()
+    free = free_ram() if device == "cpu" else memory_plan.min_free_gpu_memory()
     text = f"comparing in {precision} on {device}, one model after the other, needs about "
     text += f"{format_bytes(needed)} ({format_bytes(weights)} of weights)"
     print(f"{text}; {format_bytes(free)} are free", file=sys.stderr, flush=True)

@@ -10,9 +10,9 @@ from packaging.specifiers import SpecifierSet
 
 from ..terminal_text import printable
 
-# Versions of transformers for the published code, and one of them, by the config's original_rope:
-# those that glm-4v-9b's code works with, and, untested, those that ms-swift (4.42 or newer) and
-# CogAgent's requirements.txt (4.47 or newer) have for cogagent-9b.
+# By the config's original_rope (True for glm-4v-9b, False for cogagent-9b): the versions of
+# transformers that the published code works with, and the recommended one. Those of cogagent-9b
+# are not tested here: ms-swift requires 4.42 or newer, CogAgent's requirements.txt 4.47 or newer.
 PUBLISHED_TRANSFORMERS = {True: (">=4.42,<4.45", "4.44.2"), False: (">=4.42", "4.47.1")}
 # Only these environment variables are passed on: secret tokens have too many names to filter them.
 PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")

@@ -120,10 +120,9 @@ class _OutputPair:
             yield Comparison(case, quantity, theirs, ours, verdict, note)
 
     def rotation_and_positions(self) -> Iterator[Comparison]:
-        """Tell the original's rotation and image positions, by which logits of ours are nearest.
+        """Find with which rotation and image positions our logits are nearest to the original's.
 
-        A text has no image positions and tells the rotation. With that rotation, the image tells
-        the positions.
+        A text has no image positions, so it shows the rotation. An image then shows the positions.
         """
         if any(m.error(case, "logits") for m in self.models for case in ("text", "image")):
             return
@@ -178,9 +177,9 @@ class _OutputPair:
         measure: Callable[[ModelOutputs], float],
         note: str,
         above: float = 0,
-        most: float = sys.float_info.max,
+        at_most: float = sys.float_info.max,
     ) -> Comparison:
-        """Judge a number of each model's padded batch; valid is ``above < number <= most``."""
+        """Judge ``measure`` of each model's padded batch: valid is ``above < value <= at_most``."""
         texts, valid, notes = [], [], []
         for model in self.models:
             result = quantity.partition(",")[0]
@@ -188,7 +187,7 @@ class _OutputPair:
             message = next(filter(None, errors), None)
             value = math.inf if message else measure(model)
             texts.append("fails" if message else text.format(value))
-            valid.append(above < value <= most)  # false for NaN, too
+            valid.append(above < value <= at_most)  # False for NaN, too
             notes.append(message or note)
         verdict: Verdict = SAME if all(valid) else ORIGINAL_WRONG if valid[1] else OURS_WRONG
         reason = "" if verdict == SAME else notes[verdict == OURS_WRONG]
@@ -221,7 +220,7 @@ class _OutputPair:
         return Comparison(sample, quantity, texts[0], texts[1], verdict, note)
 
     def _failure(self, case: str, result: str, sample: str, quantity: str) -> Comparison | None:
-        """Return the report's line if a model failed to compute the result, else ``None``."""
+        """Return a line of the report if a model failed to compute the result, else ``None``."""
         theirs, ours = (model.error(case, result) for model in self.models)
         if ours is not None:
             return Comparison(sample, quantity, "fails" * bool(theirs), "fails", OURS_WRONG, ours)

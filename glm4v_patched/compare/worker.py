@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-# Weights whose gradients are compared. To save memory, these are only an early and a late one of
-# each submodule.
+# Weights whose gradients are compared: to save memory, only an early and a late weight of each
+# submodule.
 VISION_GRADIENTS = (
     "transformer.vision.transformer.layers.{last_vision_layer}.mlp.fc2.weight",
     "transformer.vision.conv.bias",

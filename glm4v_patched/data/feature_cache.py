@@ -6,7 +6,7 @@ reused only for the same tower: its weights, its config and all else that affect
 first forward; the tower itself may round differently in a batch of another size.
 
 A training step takes a batch of ``features.collator(collator)`` and runs ``batch =
-features.replace_images(batch)``, ``outputs = model(**batch)`` and ``features.keep(outputs)``.
+features.replace_images(batch)``, ``outputs = model(**batch)`` and ``features.cache_new(outputs)``.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ class TowerFeatures:
             batch["image_features"] = self._stack(hits, device)
         return batch
 
-    def keep(self, outputs) -> None:
+    def cache_new(self, outputs) -> None:
         """Cache the features of new images from a forward's outputs (``image_hidden_states``)."""
         if self._store is None and self.folder is not None and self._computation is not None:
             self._store = _FeatureFolder(self.folder / self.fingerprint(), self._feature_shape)

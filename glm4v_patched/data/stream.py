@@ -27,7 +27,7 @@ from .messages import images_of
 from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
-ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
+ROW_PROBLEMS, UNREADABLE_SOURCES = "row_problems", "unreadable"
 """Keys of a batch: the problems of rows that were dropped from it, each with its location; and the
 reasons why sources cannot be read further, which must end the run."""
 # Stands in for a batch without usable rows.
@@ -135,7 +135,7 @@ class StreamingCollator:
     """Collates rows that have not been checked before.
 
     A row that cannot be used is dropped from its batch, which reports it under :data:`ROW_PROBLEMS`
-    or :data:`UNREADABLE`. If no row remains, the batch has a conversation without supervised
+    or :data:`UNREADABLE_SOURCES`. Without any row, the batch has a conversation without supervised
     tokens, because all processes must take the step.
 
     Args:
@@ -160,7 +160,7 @@ class StreamingCollator:
         for row, problem in checked:
             if problem is not None:
                 problems[row.is_last].append(f"{row.location}: {problem}")
-        return {**batch, ROW_PROBLEMS: problems[False], UNREADABLE: problems[True]}
+        return {**batch, ROW_PROBLEMS: problems[False], UNREADABLE_SOURCES: problems[True]}
 
     def _collate(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
         """Return a batch, or why it cannot be made."""

@@ -38,7 +38,7 @@ from .tiny_model import IMAGE_SIDE, build_from_scratch
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 # Steps of few samples would cost more: the time of a step is mostly that of DeepSpeed's own code.
 MICRO_BATCH, LEARNING_RATE, SEED = 32, 2.5e-3, 0
-# So ZeRO-3 gathers 36 parameters a step. A second layer takes a third more time and is not needed.
+# With one layer, ZeRO-3 gathers 36 parameters a step. A second layer would take a third more time.
 ONE_LAYER: dict[str, dict[str, Any]] = {
     "language": {"num_layers": 1, "initializer_range": 0.1},
     "tower": {"num_hidden_layers": 1},
@@ -48,7 +48,7 @@ ZERO_STAGE: Final = 3
 EXCHANGED = ["requests.json", "replies.json"]  # with the process that answers
 OUTPUT_NAMES = ["data", "initial", "trained", *EXCHANGED, "loss.png", "answers.png", "metrics.json"]
 MARKER_FILE = "demo.txt"
-# Runs as a script and is never imported, because it makes this package unimportable.
+# This script must never be imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
 
 
@@ -109,7 +109,7 @@ def _require_replaceable(out: Path) -> None:
 def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
     started = time.time()
     command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGED)]
-    # It imports torch now, while a core is idle, and answers when its stdin closes.
+    # The process imports torch now, while a core is idle, and answers when its stdin closes.
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, **pipe) as fresh_process:
         try:
@@ -146,7 +146,7 @@ def _train_and_ask(
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process takes the batch of two: steps of half a batch are too few.
+            # A single process takes the batch of two processes: half of it would learn too little.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
@@ -189,9 +189,9 @@ def _train_and_ask(
     return metrics
 
 
-def _write_data_set(folder: Path, name: str, number: int, seed: int, task: str) -> Path:
-    """Write ``number`` conversations and their images, and return the file of conversations."""
-    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE, task)
+def _write_data_set(folder: Path, name: str, num_images: int, seed: int, task: str) -> Path:
+    """Write images and a conversation about each, and return the file of conversations."""
+    conversations = draw_data_set(folder / name, num_images, seed, IMAGE_SIDE, task)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 

@@ -34,13 +34,13 @@ suffice to learn to point."""
 
 
 def draw_data_set(
-    folder: Path, number: int, seed: int, side: int, task: str = "shapes"
+    folder: Path, num_images: int, seed: int, side: int, task: str = "shapes"
 ) -> list[list[dict]]:
     """Draw images and return a conversation about each.
 
     Args:
         folder: Where the PNG files are written.
-        number: The number of images.
+        num_images: The number of images and conversations.
         seed: Seed of colors, shapes and questions.
         side: Width and height of the images, in pixels.
         task: A key of :data:`TASKS`.
@@ -48,7 +48,7 @@ def draw_data_set(
     folder.mkdir(parents=True, exist_ok=True)
     rng, questions = random.Random(seed), TASKS[task][0]
     conversations = []
-    for index in range(number):
+    for index in range(num_images):
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
         question = rng.choice(list(questions))
         path = folder / f"{index:05}.png"

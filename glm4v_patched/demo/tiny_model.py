@@ -32,7 +32,7 @@ def build_from_scratch(
 ) -> None:
     """Save a tiny model with random weights, and its processor, for ``from_pretrained``.
 
-    ``language`` and ``tower`` are those of :func:`tiny_config`.
+    ``language`` and ``tower`` are passed to :func:`tiny_config`.
     """
     processor = build_processor([m["content"] for messages in conversations for m in messages])
     torch.manual_seed(seed)
@@ -111,8 +111,8 @@ def tiny_config(
         "patch_size": PATCH_SIDE,
         "image_size": image_side,
         "num_positions": (image_side // PATCH_SIDE) ** 2 + 1,
-        # 1, because an untrained tower's image embeddings are small. The published value, 8, is for
-        # those of the trained tower.
+        # The published value, 8, is for a trained tower; the embeddings of an untrained one are
+        # small.
         "scaling_factor": 1,
     }
     fields = {

@@ -42,7 +42,7 @@ def finding_from_error(check: str, verdict: Literal["warning", "fails"], message
 
 
 def format_findings(findings: Sequence[Finding], seconds: float) -> str:
-    """Format findings as a table. Failures come last, where a terminal's user sees them first.
+    """Format findings as a table. Failures come last, where users of a terminal see them first.
 
     Args:
         seconds: How long the checks took.
@@ -67,7 +67,7 @@ def format_findings(findings: Sequence[Finding], seconds: float) -> str:
 
 
 def _wrap(prefix: str, text: str) -> list[str]:
-    """Wrap a text behind a prefix; its further lines are indented by the prefix's length."""
+    """Wrap a text after a prefix, and indent the other lines by the length of the prefix."""
     width = max(TABLE_WIDTH - len(prefix), 40)
     lines: list[str] = []
     for line in text.splitlines():

@@ -69,7 +69,7 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     cure += "CUDA_VISIBLE_DEVICES"
     try:
         free_bytes = free_bytes_per_gpu(len(gpus))
-    except RuntimeError as error:  # a GPU without room for a context, or in exclusive use
+    except RuntimeError as error:  # a GPU lacks memory for a context, or is in exclusive use
         yield Finding("GPU memory", WARNING, str(error), cure)
         return
     for index, (gpu, free) in enumerate(zip(gpus, free_bytes, strict=True)):

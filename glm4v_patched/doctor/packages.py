@@ -29,8 +29,6 @@ INTERDEPENDENT_PACKAGES = [
     "peft",
     "torchvision",
     "torchaudio",
-]
-INTERDEPENDENT_PACKAGES += [
     "tokenizers",
     "huggingface-hub",
     "safetensors",

@@ -34,9 +34,9 @@ def check_recipe(
     processes: int | None = None,
     device: Device = "cuda",
 ) -> list[Finding]:
-    """Return findings on what the launcher would refuse, and on what would fail after the start.
+    """Return findings on what the launcher would refuse, and on what would fail later.
 
-    All rows are read and all images decoded, as before a training.
+    As before a training, all rows are read and all images are decoded.
 
     Args:
         path, overrides, processes, device: The arguments of ``train``.
@@ -111,11 +111,11 @@ def _describe_implementations(base: ModelSource, options: EngineOptions) -> Iter
     from ..engine.trainable import build_random_model, select_weights
     from ..models.loading import load_model_config
 
-    for use in (ModelUsage.training(options), ModelUsage.inference()):
+    for usage in (ModelUsage.training(options), ModelUsage.inference()):
         with torch.device("meta"):
             model: Any = build_random_model(load_model_config(base), dtype=torch.bfloat16)
-            if use.purpose == TRAINING:
+            if usage.purpose == TRAINING:
                 model = select_weights(model, options.trained, options.lora)
-        use_implementations(model, use)
-        text = "\n".join(summarize_explanations(explain_implementations(model, use)))
-        yield Finding(f"implementations: {use.purpose}", OK, text)
+        use_implementations(model, usage)
+        text = "\n".join(summarize_explanations(explain_implementations(model, usage)))
+        yield Finding(f"implementations: {usage.purpose}", OK, text)

@@ -76,7 +76,8 @@ def _is_at_root() -> bool:
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
     """Return this process's environment with the defaults of training processes.
 
-    Variables already set stay, but ``PATH`` gets this Python's folder, and ``on_cpu`` hides GPUs.
+    Variables that are already set stay; but ``PATH`` gets this Python's folder, and ``on_cpu``
+    hides all GPUs.
 
     Args:
         processes: Training processes on this machine, which share its cores.
@@ -94,8 +95,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
         # memory.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if not _is_at_root():
-        # Does what -P in python_module_command does, for the processes that torch's launcher
-        # starts.
+        # This has the effect of python_module_command's -P on processes of torch's launcher.
         defaults["PYTHONSAFEPATH"] = "1"
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     return defaults | os.environ | cpu | {"PATH": path_with_interpreter()}

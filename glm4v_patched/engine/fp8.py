@@ -79,7 +79,7 @@ def require_fp8_matmul() -> None:
 
 
 def _channel_counts(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
-    """Yield each number of channels that linear layers have, after its name in the config."""
+    """Yield the name in the config of each number of channels of linear layers, and the number."""
     yield "hidden_size", config.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size
     yield "num_attention_heads * kv_channels", config.num_attention_heads * config.kv_channels

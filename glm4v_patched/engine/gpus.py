@@ -27,7 +27,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The visible GPUs; ``reason`` tells why there are none, and is empty if there are some."""
+    """The visible GPUs. If there are none, ``reason`` says why; otherwise it is empty."""
 
     devices: tuple[Gpu, ...]
     reason: str = ""
@@ -37,7 +37,7 @@ class Gpus:
 
 
 def find_gpus() -> Gpus:
-    """Return the GPUs that the CUDA driver shows; it applies ``CUDA_VISIBLE_DEVICES`` and MIG.
+    """Return the GPUs that the CUDA driver shows, given ``CUDA_VISIBLE_DEVICES`` and MIG.
 
     The query creates no CUDA context, so it uses no memory of the GPUs.
     """

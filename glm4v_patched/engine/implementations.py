@@ -7,7 +7,8 @@ and why not a faster one.
 
 An implementation may itself compute what its submodules would compute. This must not bypass a
 submodule's blockers: hooks, adapters, quantized weights and other wrappers. Blockers come and go
-while a model is in use, so :func:`find_blocker` looks for them in every call.
+while a model is in use, so modules get a *guarded class*: a subclass of the implementation that
+looks for blockers in every call (:func:`_make_guarded_class`).
 """
 
 import gc
@@ -119,9 +120,9 @@ class ImplementationEntry:
         requires: Supported classes of each submodule that the implementation computes itself or
             whose output it overwrites. While one of these submodules has a blocker, the module
             computes as published: it runs the method of ``replaces``.
-        may_fuse: Supported classes of each submodule that the implementation treats specially
-            while it has no blocker: it computes the submodule itself, or passes it fp8 inputs or
-            split-K partial sums. "" is the module itself.
+        may_fuse: Supported classes of submodules ("" is the module itself). While such a submodule
+            has no blocker, the implementation computes what the submodule would compute, or passes
+            it fp8 inputs or split-K partial sums.
         set_up: Called with each module after its class was changed.
     """
 
@@ -142,13 +143,13 @@ def find_blocker(
     """Return why no other module may compute what ``module`` computes, or None.
 
     Args:
-        classes: Supported classes, without their subclasses. A module to which an entry of
-            :data:`IMPLEMENTATIONS` was applied counts as its implementation class.
+        classes: Supported classes, without their subclasses. A guarded class counts as the
+            implementation that it guards.
         hooks_block: Whether hooks are a blocker; False for a module that will still be called.
     """
     module_class = type(module)
-    is_supported = module_class in classes or UNGUARDED_CLASSES.get(module_class) in classes
-    if classes and not is_supported:
+    implementation = IMPLEMENTATION_OF_GUARDED_CLASS.get(module_class)
+    if classes and module_class not in classes and implementation not in classes:
         return f"it is a {module_class.__module__}.{module_class.__qualname__}"
     if "forward" in module.__dict__:
         return "its forward was replaced, as offloading does"
@@ -163,7 +164,7 @@ def find_blocker(
 # Conditions of the entries below: each returns why an implementation cannot be used, or None.
 
 
-def _fp8_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+def _fp8_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
     linear = located.module
     if not usage.fp8:
         return "fp8 is off"
@@ -175,13 +176,12 @@ def _fp8_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
     return find_blocker(linear, (nn.Linear, Fp8DynamicLinear), hooks_block=False)
 
 
-def _fp8_storage_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
-    if reason := _fp8_blocker(located, usage):
+def _fp8_storage_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
+    if reason := _fp8_problem(located, usage):
         return reason
-    is_trained = usage.purpose == TRAINING and located.module.weight.requires_grad
-    if is_trained or not usage.stores_fp8:
-        return "its weight is trained, saved, or gathered by hpZ"
-    return None
+    if usage.purpose == TRAINING and located.module.weight.requires_grad:
+        return "its weight is trained"
+    return None if usage.stores_fp8 else "its weight is saved, or hpZ gathers it"
 
 
 def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelUsage) -> None:
@@ -189,17 +189,17 @@ def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelU
     linear.quantize_weight(stores_transposed=usage.stores_transposed and has_backward)
 
 
-def _fused_gelu_blocker(_located: LocatedModule, usage: ModelUsage) -> str | None:
+def _fused_gelu_problem(_located: LocatedModule, usage: ModelUsage) -> str | None:
     if not usage.fp8:
         return "fp8 is off"
-    # FrozenTowerMLP does not call fc1 and fc2, so ZeRO-3 must gather the whole layer, as it does
-    # for a compiled layer.
+    # FrozenTowerMLP reads the weights of fc1 and fc2 without calling these layers. ZeRO-3 has then
+    # gathered them only if it gathers whole layers, as it does if layers are compiled.
     if not usage.has_fused_quantization:
         return "layers are not compiled"
     return "the tower is trained" if usage.trains_tower else None
 
 
-def _flash_attention_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+def _flash_attention_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
     config = located.module.config
     if usage.trains_tower:
         return "the tower is trained, and FlashAttention-3 has no backward pass here"
@@ -209,24 +209,24 @@ def _flash_attention_blocker(located: LocatedModule, usage: ModelUsage) -> str |
     return flash_attention_3.find_fa3_problem(head_dim)
 
 
-def _triton_blocker(_located: LocatedModule, _usage: ModelUsage) -> str | None:
+def _triton_problem(_located: LocatedModule, _usage: ModelUsage) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch's GPU builds include it"
     return None
 
 
-def _block_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
-    """Return why an attention or MLP may not return split-K partial sums, or None. Only a block of
+def _split_k_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
+    """Return why a module cannot leave split-K partial sums to its block, or None. Only a block of
     the language model can reduce them."""
     layer: Any = located.layer
     if layer is None or find_blocker(layer, (GLMBlock, InferenceBlock), hooks_block=False):
-        return "it is not in a GLMBlock, or in one that is wrapped"
+        return "it is not in a GLMBlock, or the GLMBlock is wrapped"
     if located.module not in (layer.self_attention, layer.mlp):
         return "it is wrapped"
-    return _triton_blocker(located, usage)
+    return _triton_problem(located, usage)
 
 
-def _cuda_graph_blocker(located: LocatedModule, _usage: ModelUsage) -> str | None:
+def _cuda_graph_problem(located: LocatedModule, _usage: ModelUsage) -> str | None:
     """Return the blocker of a module inside the located one, or None.
 
     A replay of a CUDA graph would not call hooks.
@@ -246,18 +246,18 @@ IMPLEMENTATIONS = (
         nn.Linear,
         Fp8StoredLinear,
         (TRAINING, INFERENCE),
-        _fp8_storage_blocker,
+        _fp8_storage_problem,
         set_up=_store_in_fp8,
     ),
-    ImplementationEntry(nn.Linear, Fp8DynamicLinear, (TRAINING,), _fp8_blocker),
+    ImplementationEntry(nn.Linear, Fp8DynamicLinear, (TRAINING,), _fp8_problem),
     ImplementationEntry(
-        visual.Attention, FrozenTowerAttention, (TRAINING, INFERENCE), _flash_attention_blocker
+        visual.Attention, FrozenTowerAttention, (TRAINING, INFERENCE), _flash_attention_problem
     ),
     ImplementationEntry(
         visual.VisionMLP,
         FrozenTowerMLP,
         (TRAINING, INFERENCE),
-        _fused_gelu_blocker,
+        _fused_gelu_problem,
         requires={
             "fc1": FP8_LINEAR_CLASSES,
             "activation_fn": GELU_CLASSES,
@@ -268,14 +268,14 @@ IMPLEMENTATIONS = (
         visual.VisionMLP,
         InferenceTowerMLP,
         (INFERENCE,),
-        _triton_blocker,
+        _triton_problem,
         requires={"fc1": ANY_CLASS, "activation_fn": GELU_CLASSES},
     ),
     ImplementationEntry(
         visual.PatchEmbedding,
         InferencePatchEmbedding,
         (INFERENCE,),
-        _triton_blocker,
+        _triton_problem,
         method="project",
         requires={"proj": (nn.Conv2d,)},
     ),
@@ -283,7 +283,7 @@ IMPLEMENTATIONS = (
         visual.TransformerLayer,
         InferenceTowerLayer,
         (INFERENCE,),
-        _triton_blocker,
+        _triton_problem,
         method="layer_forward",
         requires={"input_layernorm": (nn.LayerNorm,), "post_attention_layernorm": (nn.LayerNorm,)},
         may_fuse={"mlp": (FrozenTowerMLP,), "mlp.fc1": (Fp8StoredLinear,)},
@@ -292,7 +292,7 @@ IMPLEMENTATIONS = (
         SelfAttention,
         InferenceSelfAttention,
         (INFERENCE,),
-        _block_blocker,
+        _split_k_problem,
         may_fuse={
             "": ANY_CLASS,
             "query_key_value": PLAIN_OR_STORED_LINEAR,
@@ -303,7 +303,7 @@ IMPLEMENTATIONS = (
         MLP,
         InferenceMLP,
         (INFERENCE,),
-        _block_blocker,
+        _split_k_problem,
         may_fuse={
             "": ANY_CLASS,
             "dense_h_to_4h": PLAIN_OR_STORED_LINEAR,
@@ -314,7 +314,7 @@ IMPLEMENTATIONS = (
         GLMBlock,
         InferenceBlock,
         (INFERENCE,),
-        _triton_blocker,
+        _triton_problem,
         method="layer_forward",
         may_fuse={
             "": ANY_CLASS,
@@ -331,7 +331,7 @@ IMPLEMENTATIONS = (
         visual.EVA2CLIPModel,
         GraphedTower,
         (CUDA_GRAPHS,),
-        _cuda_graph_blocker,
+        _cuda_graph_problem,
         set_up=lambda tower, *_: tower.set_up(),
     ),
 )
@@ -380,7 +380,7 @@ def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
 
 # The guarded class of each implementation, and the implementation of each guarded class.
 GUARDED_CLASSES = {entry.implementation: _make_guarded_class(entry) for entry in IMPLEMENTATIONS}
-UNGUARDED_CLASSES: dict[type, type] = {
+IMPLEMENTATION_OF_GUARDED_CLASS: dict[type, type] = {
     guarded: implementation for implementation, guarded in GUARDED_CLASSES.items()
 }
 
@@ -400,7 +400,7 @@ def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
     for entry in _entries_for_backend():
         for located in _locate_modules(model):
             is_replaced = type(located.module) is entry.replaces
-            if is_replaced and _entry_blocker(entry, located, usage) is None:
+            if is_replaced and _entry_problem(entry, located, usage) is None:
                 set_implementation(located.module, entry.implementation)
                 if entry.set_up is not None:
                     entry.set_up(located.module, located, usage)
@@ -419,7 +419,7 @@ def _entries_for_backend() -> list[ImplementationEntry]:
     return [entry for entry in IMPLEMENTATIONS if entry.backend == backend]
 
 
-def _entry_blocker(
+def _entry_problem(
     entry: ImplementationEntry, located: LocatedModule, usage: ModelUsage
 ) -> str | None:
     """Return why an entry's implementation is not used for a module, or None."""
@@ -450,8 +450,8 @@ class Explanation(NamedTuple):
     Attributes:
         module: The module's part and name, such as "tower fc1".
         implementation: None if the module computes as published.
-        reason: Why a faster implementation is not used, or is not used in full at the moment; None
-            if the fastest one is.
+        reason: Why the module does not use the fastest implementation, or at the moment uses it
+            only in part; None if it uses all of it.
     """
 
     module: str
@@ -471,18 +471,18 @@ def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explana
         ]
         is_linear = bool(entries) and entries[0].replaces is nn.Linear
         is_other_linear = is_linear and not is_fp8_candidate(located.part, located.layer_name)
-        if not entries or is_other_linear:  # outside the transformer layers, or an adapter's
+        if not entries or is_other_linear:  # it is outside the transformer layers, or in an adapter
             continue
-        implementation = UNGUARDED_CLASSES.get(module_class)
+        implementation = IMPLEMENTATION_OF_GUARDED_CLASS.get(module_class)
         current = next((e for e in entries if e.implementation is implementation), None)
         if current is not None:
-            reason = _current_blocker(current, located.module)
+            reason = _fallback_reason(current, located.module)
             if reason is None and current is not entries[0]:
-                reason = _entry_blocker(entries[0], located, usage)
+                reason = _entry_problem(entries[0], located, usage)
         elif module_class is not entries[0].replaces:  # a subclass, of adapters or another package
             reason = find_blocker(located.module, (entries[0].replaces,))
         else:
-            reason = _entry_blocker(entries[-1], located, usage)
+            reason = _entry_problem(entries[-1], located, usage)
         used = None if current is None else current.implementation
         name = located.layer_name if is_linear else entries[0].replaces.__name__
         title = f"{located.part.replace('_', ' ')} {name}".strip()
@@ -490,15 +490,15 @@ def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explana
     return explanations
 
 
-def _current_blocker(entry: ImplementationEntry, module: Any) -> str | None:
-    """Return what a module's implementation leaves to its submodules at the moment, and why."""
+def _fallback_reason(entry: ImplementationEntry, module: Any) -> str | None:
+    """Return which submodules the implementation does not replace at the moment, and why."""
     for name, classes in entry.requires.items():
         if reason := find_blocker(getattr(module, name), classes):
-            return f"as published at the moment, for its {name}: {reason}"
+            return f"computes as published at the moment, because of its {name}: {reason}"
     for name in entry.may_fuse:
         inner = getattr(module, name, None) if name and "." not in name else None
         if isinstance(inner, nn.Module) and (reason := find_blocker(inner)):
-            return f"without its {name}: {reason}"
+            return f"does not fuse its {name}: {reason}"
     return None
 
 

@@ -32,7 +32,7 @@ MACS_PER_MOVED_CHANNEL = 175
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchShape:
     """The batch of one process in a step.
 
     Attributes:
@@ -120,7 +120,7 @@ class LayerStack:
 
 
 def stacks_with_backward(
-    config: ChatGLMConfig, options: EngineOptions, batch: Batch
+    config: ChatGLMConfig, options: EngineOptions, batch: BatchShape
 ) -> list[LayerStack]:
     """Return the stacks that have a backward pass.
 
@@ -188,7 +188,7 @@ def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     )
 
 
-def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> LayerSizes:
+def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> LayerSizes:
     """Return the sizes of a block of the language model."""
     hidden, gate_up = config.hidden_size, 2 * config.ffn_hidden_size
     shapes = linear_layer_shapes(config)[1]
@@ -199,8 +199,8 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
         options.trained
     )
     residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
-    # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (v is
-    # a view of the latter), and in the MLP the first layer's output and the second layer's input.
+    # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (of
+    # which v is a view), and in the MLP the first layer's output and the second layer's input.
     saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden

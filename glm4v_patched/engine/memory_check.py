@@ -4,7 +4,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import format_bytes
 from .memory_plan import (
     NON_TORCH_BYTES,
-    Batch,
+    BatchShape,
     decide_options,
     estimate_peak_bytes,
     model_state_bytes,
@@ -20,7 +20,7 @@ ESTIMATE_ERROR = 0.15
 def find_memory_problem(
     config: ChatGLMConfig,
     options: EngineOptions,
-    batch: Batch,
+    batch: BatchShape,
     free: float,
     local_share: float = 1.0,
 ) -> str:
@@ -37,16 +37,14 @@ def find_memory_problem(
     if free and (needed := model_state_bytes(config, options, batch)) > usable:
         return (
             f"weights, gradients and optimizer states need {format_bytes(needed)} on each GPU, "
-            "which "
-            f"has {format_bytes(usable)} free; expected more GPUs with engine.zero_stage 3, "
+            f"which has {format_bytes(usable)} free; expected more GPUs with engine.zero_stage 3, "
             "engine.offload true, engine.optimizer adamw_8bit, or another trained"
         )
-    of_ram = f"of the machine's memory, of which {format_bytes(ram)} are free; expected"
+    of_memory = f"of the machine's memory, of which {format_bytes(ram)} are free; expected"
     if (needed := local_share * offloaded_bytes(config, options)) > ram:
         return (
             f"engine.offload is true, and the optimizer states need {format_bytes(needed)} "
-            f"{of_ram} a "
-            "machine with more, or another trained: lm, lora_all or lora_lm"
+            f"{of_memory} a machine with more, or another trained: lm, lora_all or lora_lm"
         )
     if free:
         return ""
@@ -55,5 +53,6 @@ def find_memory_problem(
     if needed <= ram * (1 + ESTIMATE_ERROR):
         return ""
     return (
-        f"a step takes {format_bytes(needed)} {of_ram} a smaller model, or fewer or shorter samples"
+        f"a step takes {format_bytes(needed)} {of_memory} a smaller model, or fewer or shorter "
+        "samples"
     )

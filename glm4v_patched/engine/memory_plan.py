@@ -17,7 +17,7 @@ from .activation_policies import policies_of_layers
 from .layer_memory import (
     BF16,
     FP32,
-    Batch,
+    BatchShape,
     is_input_saved,
     linear_layer_shapes,
     multiplies_in_fp8,
@@ -50,7 +50,7 @@ POLICY_CANDIDATES = (
 # Candidates for stage3_max_live_parameters where not all weights can stay gathered: the first keeps
 # some layers gathered, the second just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-# Weights that deepspeed_config() prefetches; as many again are being released at the same time.
+# Number of weights that deepspeed_config() prefetches. At the same time, as many are released.
 PREFETCHED_PARAMETERS = 2e8
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
@@ -91,7 +91,7 @@ def apply_memory_limit(free: float, limit: float | None) -> float:
 def decide_options(
     config: ChatGLMConfig,
     options: EngineOptions,
-    batch: Batch,
+    batch: BatchShape,
     free: float,
     steps: int | None = None,
 ) -> EngineOptions:
@@ -154,9 +154,9 @@ def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterato
     tower_candidates = POLICY_CANDIDATES if trains_tower(options.trained) else ("full",)
     live_candidates: tuple[float, ...] = (1e9,)
     if options.compile:
-        # The first candidate is the number of weights that a step needs again. If only the language
-        # model has a backward pass, DeepSpeed counts live weights from that model's first layer on;
-        # a larger number would keep the frozen tower gathered, too, until the step ends.
+        # The first candidate keeps all weights gathered that the backward pass needs again. If only
+        # the language model has a backward pass, DeepSpeed counts live weights from its first layer
+        # on; a larger number would keep the frozen tower gathered until the step ends.
         lm_params = float(count_parameters(config)[1])
         needed_again = ALL_WEIGHTS if trains_tower(options.trained) else lm_params
         live_candidates = (needed_again, *PARTIAL_LIVE_PARAMETERS)
@@ -181,7 +181,7 @@ def _max_live_parameters(options: EngineOptions) -> float:
     return options.stage3_max_live_parameters
 
 
-def estimate_peak_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def estimate_peak_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the peak bytes that torch allocates in a step; ``options`` must be decided."""
     saved = activation_bytes(config, options, batch) + temporary_bytes(config, options, batch)
     persistent = model_state_bytes(config, options, batch)
@@ -243,7 +243,7 @@ def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
     return count_lora(config, options) + sum(sizes[part] for part in parts)
 
 
-def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the bytes of weights, gradients and optimizer states on one GPU between two steps.
 
     LoRA adapters count only if they are large.
@@ -271,7 +271,7 @@ def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batc
     return weights + gradients + (FP32 + moments) * trained / batch.processes
 
 
-def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the bytes of all gradients on one GPU; those of small adapters count as 0."""
     trained = count_trained(config, options)
     is_small = trained < MIN_ADAPTER_FRACTION * sum(count_parameters(config))
@@ -312,7 +312,7 @@ def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
     return 4.0 * FP32 * count_trained(config, options)
 
 
-def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the bytes that forward saves for backward.
 
     They are the activations of the layers and of the projector, the input of the final norm, and
@@ -366,7 +366,7 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
     return elements
 
 
-def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the bytes that a step needs temporarily, beside saved activations.
 
     They are the gathered weights, plus the larger of two: the logits, or what the backward pass of
@@ -390,7 +390,7 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch)
     return element_bytes * gathered + max(backward, logits)
 
 
-def recomputed_flops(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+def recomputed_flops(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
     """Return the floating-point operations of one step that are recomputed in backward."""
     return 2 * sum(
         stack.tokens * policy.recomputed_macs(stack.sizes)

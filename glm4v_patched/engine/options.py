@@ -18,7 +18,7 @@ the language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, 
 
 MODEL_PARTS = ("tower", "projector", "language_model")
 """Parts of the model. tower: the vision tower's layers and embeddings; projector: all else of the
-vision part; language_model: the rest. ``trained`` may also name some, as "tower+projector"."""
+vision part; language_model: the rest. ``trained`` may join some of them by "+"."""
 
 Precision = Literal["auto", "bf16", "fp32"]
 """Dtype of the computation and of saved weights."""
@@ -133,8 +133,8 @@ class EngineSection:
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], EXACT] = option(
         3,
-        "DeepSpeed's ZeRO stage; 0 is one process without DeepSpeed, whose trained weights are "
-        "fp32 and, where precision is bf16, computed with under autocast.",
+        "DeepSpeed's ZeRO stage; 0 is one process without DeepSpeed, with trained weights in fp32, "
+        "and with autocast if precision is bf16.",
     )
     precision: Precision = option(
         "auto",
@@ -149,9 +149,9 @@ class EngineSection:
     )
     tower: str = option(
         "auto",
-        "Activation checkpointing of the vision tower's layers: which activations are saved, the "
-        'others are recomputed; "auto": the fastest that fits into the GPUs\' free memory ("full" '
-        "on a CPU).",
+        "Activation checkpointing of the vision tower's layers: which activations are saved; the "
+        'others are recomputed. "auto": the fastest policy that fits into the GPUs\' free memory '
+        '("full" on a CPU).',
         **_POLICY,
     )
     language: str = option("auto", "The same for the language model's layers.", **_POLICY)
@@ -186,7 +186,7 @@ class EngineSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(EngineSection):
-    """Everything that determines how a model is trained: the section, and what no recipe sets.
+    """Everything that determines how a model is trained: the section ``engine`` and other fields.
 
     The options must be decided before :mod:`prepare` uses them: no field may be "auto", and
     ``stage3_max_live_parameters`` must be a number.
@@ -250,7 +250,7 @@ class EngineOptions(EngineSection):
 
 
 def choose_precision(on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
-    """Return the precision for "auto", and why; without a reason on GPUs."""
+    """Return the precision for "auto", and the reason; on GPUs the reason is empty."""
     if not on_cpu:
         return "bf16", ""
     if has_bf16():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import training_environment
-from ..models.base import read_report
+from ..models.base import read_training_report
 from ..models.placement import Placement, place_processes
 from ..terminal_text import error_text
 from .arguments import add_recipe, add_start
@@ -119,7 +119,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             status = run(plan.path)
             if not status:
                 print(describe_end(job, placement.on_cpu), flush=True)
-            elif error := read_report(plan.path.parent).get("error"):
+            elif error := read_training_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
     except BaseException:
         # The other processes may wait for either key. If the launcher has ended, the store is gone.

@@ -61,7 +61,7 @@ def write_card(
             machine has.
         recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
         report: Contents of ``training.json``.
-        rows: Rows of an epoch.
+        rows: Number of rows in an epoch.
     """
     _, scores = saved_step_and_scores(report)
     data = ModelCardData(
@@ -91,7 +91,7 @@ def write_card(
 
 
 def name_base(text: str, model: str, revision: str) -> str:
-    """Return a card in which its base is named by an id of the Hub and a commit."""
+    """Return a card in which the base model is named by its id on the Hub and its commit."""
     card = ModelCard(text)
     data: Any = card.data
     data.base_model = model

@@ -23,28 +23,29 @@ class BadRowTracker(TrainerCallback):
     share their problems only at such intervals. A run that has made all steps is complete anyway.
 
     Args:
-        ends: Whether a row that cannot be used ends the run. A data set that cannot be read any
-            further always ends it.
+        ends_run: Whether a row that cannot be used ends the run. A data set that cannot be read
+            any further always ends it.
 
     Attributes:
+        has_ended_run: Whether a problem has ended the run.
         problems: All problems of this process, each once, although a stream repeats its rows.
         fatal: The problems that end the run.
         num_skipped: How many rows all processes skipped; known after :meth:`conclude`.
     """
 
-    def __init__(self, ends: bool):
-        self.ends, self.has_ended = ends, False
+    def __init__(self, ends_run: bool):
+        self.ends_run, self.has_ended_run = ends_run, False
         self.problems: dict[str, None] = {}
         self.fatal: dict[str, None] = {}
         self.num_skipped = 0
 
     def record(self, problems: list[str], unreadable: list[str]) -> None:
         """Record problems with rows of a batch, and with data sets that cannot be read further."""
-        if not self.ends:
+        if not self.ends_run:
             new_problems = [problem for problem in problems if problem not in self.problems]
             self._print(new_problems[: max(MAX_PRINTED - len(self.problems), 0)])
         self.problems |= dict.fromkeys([*problems, *unreadable])
-        self.fatal |= dict.fromkeys([*unreadable, *(problems if self.ends else ())])
+        self.fatal |= dict.fromkeys([*unreadable, *(problems if self.ends_run else ())])
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
@@ -55,7 +56,7 @@ class BadRowTracker(TrainerCallback):
                 return control
             [num_fatal] = max_over_processes(torch.tensor([num_fatal], device=args.device))
         if num_fatal:
-            self.has_ended = control.should_save = control.should_training_stop = True
+            self.has_ended_run = control.should_save = control.should_training_stop = True
             control.should_log = True  # so that the checkpoint has the whole history
         return control
 
@@ -69,14 +70,14 @@ class BadRowTracker(TrainerCallback):
         if dist.is_initialized():
             by_process = [None] * dist.get_world_size()
             dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
-        self.num_skipped = sum(number for number, _ in by_process)
-        if not self.has_ended:  # the problems of the last steps may not be printed yet
+        self.num_skipped = sum(num_problems for num_problems, _ in by_process)
+        if not self.has_ended_run:  # the problems of the last steps may not be printed yet
             self._print([*self.fatal][:MAX_PRINTED])
             return
         problems = [problem for _, fatal in by_process for problem in fatal]
         num_more = len(problems) - MAX_PRINTED
         more = f"\n  and {num_more} more" if num_more > 0 else ""
-        cure = ", or skip them (data.on_bad: skip)," if self.ends else ""
+        cure = ", or skip them (data.on_bad: skip)," if self.ends_run else ""
         raise BadRow(
             "rows cannot be used:\n  " + "\n  ".join(problems[:MAX_PRINTED]) + more + "\n"
             f"checkpoint-{step} has the training until then: correct them{cure} and resume"

@@ -6,9 +6,9 @@ checkpoint therefore counts only with a manifest, ``complete.json``, which is wr
 files of every process are on the disk. The manifest lists the files with their sizes and
 digests, and the fingerprint that a resumed run must match.
 
-This detects unfinished checkpoints, missing or changed files, and a missing or damaged manifest. It
-misses a change outside of the sampled blocks of a file above 64 MiB (checkpoints of the real model
-have 200 GB), and a change by someone who also writes a new manifest.
+A manifest reveals unfinished checkpoints, missing or changed files, and its own damage. It does not
+reveal a change outside of the sampled blocks of a file above 64 MiB (checkpoints of the real model
+have 200 GB), or a change by someone who also writes a new manifest.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class RowDigests:
 
     Args:
         number: Number of the rows to train on.
-        digest: Digest of these rows in their order, with the bytes of their images.
+        digest: Digest of the rows to train on, in their order, with the bytes of their images.
         evaluated: Digest of the rows for evaluation, if evaluations decide which step is saved or
             when the run ends; else None.
     """
@@ -96,7 +96,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         raise FileNotFoundError(path)
     manifest = read_json_object(path)
     if manifest.pop("sha256", None) != _manifest_digest(manifest):
-        raise ValueError("its contents have changed: another sha256 is expected of them")
+        raise ValueError("its contents have changed: they do not match its sha256")
     return manifest
 
 
@@ -113,8 +113,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
-    """Delete the complete checkpoints except the newest ``number`` and the best one.
+def delete_all_but_newest(folder: Path, num_kept: int, best: str | None = None) -> None:
+    """Delete the complete checkpoints except the newest ``num_kept`` and the best one.
 
     Incomplete checkpoints, and links to checkpoints, stay.
     """
@@ -123,7 +123,7 @@ def delete_all_but_newest(folder: Path, number: int, best: str | None = None) ->
         for checkpoint in list_checkpoints(folder)
         if not checkpoint.is_symlink() and not find_checkpoint_problems(checkpoint, contents=False)
     ]
-    for checkpoint in complete[:-number]:
+    for checkpoint in complete[:-num_kept]:
         if best is None or checkpoint.name != Path(best).name:
             shutil.rmtree(checkpoint)
 
@@ -145,7 +145,7 @@ def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[st
     """Return what is wrong with a checkpoint, one text per file; [] if it is complete.
 
     Args:
-        contents: Whether to compare the digests of the files; else only their sizes.
+        contents: Whether to compare the digests of the files, too, and not only their sizes.
     """
     try:
         manifest = read_checkpoint_manifest(checkpoint)

@@ -41,7 +41,7 @@ def needed_space(
 
     Args:
         config: Config of the base model.
-        checkpoints: From :func:`checkpoints_at_once`.
+        checkpoints: From :func:`max_checkpoints_on_disk`.
     """
     model, checkpoint = saved_bytes(config, options)
     existing = len([*Path(out).glob("checkpoint-*")])  # if the run is resumed
@@ -68,7 +68,7 @@ def require_disk_space(out: str, space: DiskSpace) -> None:
     )
 
 
-def checkpoints_at_once(
+def max_checkpoints_on_disk(
     trainer: TrainerFields, may_end_with_one: bool, steps: int | None = None
 ) -> int:
     """Return how many checkpoints are on the disk at once, at most.
@@ -78,8 +78,8 @@ def checkpoints_at_once(
     Args:
         may_end_with_one: Whether the run may end with a checkpoint at a row that cannot be used
             (:attr:`Data.ends_at_bad_row`).
-        steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, as
-            many checkpoints as ``save_total_limit`` allows are counted, or one without a limit.
+        steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, the
+            result is what ``save_total_limit`` allows, or one checkpoint if it is null.
     """
     limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
     # The best checkpoint stays beside the newest ones.
@@ -87,7 +87,7 @@ def checkpoints_at_once(
     if strategy == "no":
         return int(may_end_with_one)
     steps = trainer.max_steps or steps
-    at_start = bool(trainer.undeclared_fields.get("eval_on_start")) and (
+    at_start = bool(trainer.passthrough_fields.get("eval_on_start")) and (
         trainer.load_best_model_at_end or strategy == "best"
     )
     if strategy == "steps" and steps is not None:

@@ -34,12 +34,12 @@ class Diverged(NoResult):
 class DivergenceMonitor(TrainerCallback):
     """Ends a run after several steps in a row whose loss or gradient norm is NaN or infinite.
 
-    The run ends at most :data:`CHECK_INTERVAL` - 1 steps after them. No checkpoint is saved after a
-    step that was not finite. If the model has NaN or infinity before the first step,
-    :class:`Diverged` is raised.
+    The run ends at most :data:`CHECK_INTERVAL` - 1 steps later. No checkpoint is saved after a step
+    that was not finite. If the model has NaN or infinity before the first step, :class:`Diverged`
+    is raised.
 
     Args:
-        limit: Number of such steps in a row that end the run; at most all steps of the run.
+        limit: Number of such steps in a row that end the run; a shorter run has a lower limit.
 
     Attributes:
         verdict: Why the run was ended, or None.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..models.base import TRAINING_REPORT, read_report
+from ..models.base import TRAINING_REPORT, read_training_report
 from ..terminal_text import own_command, pluralize
 from .job import Job
 from .run_folder import PLOT, SHEET
@@ -17,7 +17,7 @@ def describe_end(job: Job, on_cpu: bool) -> str:
     The lines give the reason for the end, the step whose weights were saved, the speed and memory,
     the files, and the next command.
     """
-    report, out = read_report(job.out), str(job.out)
+    report, out = read_training_report(job.out), str(job.out)
     result = "adapters" if job.has_adapters else "model"
     extra_files = [
         str(path) for name in (PLOT, SHEET, TRAINING_REPORT) if (path := Path(out, name)).is_file()

@@ -39,38 +39,38 @@ class EvalGenerations:
         checked: CheckedData,
         processor: Any,
         sheet: Path,
-        number: int,
+        max_rows: int,
         max_new_tokens: int,
         batch_size: int,
-        positions: int,
+        max_positions: int,
     ):
         """
         Args:
-            checked: The rows for evaluation. Rows whose answer would exceed the position table are
+            checked: The rows for evaluation. Rows whose answer could exceed ``max_positions`` are
                 skipped.
             sheet: File for the contact sheet: one picture of the images with their answers.
-            number: Maximum number of rows to answer.
+            max_rows: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
             batch_size: Rows that are answered at once.
-            positions: Size of the model's position table.
+            max_positions: Size of the model's position table.
         """
-        fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        stride = max(len(fitting) / max(number, 1), 1)
-        sampled = [int(fitting[int(n * stride)]) for n in range(min(number, len(fitting)))]
+        fitting = (checked.column("position_ids") + max_new_tokens <= max_positions).nonzero()[0]
+        stride = max(len(fitting) / max(max_rows, 1), 1)
+        sampled = [int(fitting[int(n * stride)]) for n in range(min(max_rows, len(fitting)))]
         conversations = checked.conversations()
         self.questions = [make_question(row, conversations[row]) for row in sampled]
         self.rows = [checked.row_labels[row] for row in sampled]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
-    def answer(self, model: Any, draws: bool) -> float:
+    def answer(self, model: Any, draws_sheet: bool) -> float:
         """Return the share of answers that match the reference exactly; NaN without a row.
 
         All processes answer all rows, because the weights may be sharded over them.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.
-            draws: Whether this process draws the contact sheet.
+            draws_sheet: Whether this process draws the contact sheet, and prints the progress.
         """
         if not self.questions:
             return float("nan")
@@ -81,14 +81,14 @@ class EvalGenerations:
                 answerer = Answerer(loaded, self.generation, check_finite=False)
                 answers: list[str] = []
                 total = len(self.questions)
-                with show_progress("generating answers", draws, total) as progress:
+                with show_progress("generating answers", draws_sheet, total) as progress:
                     for batch in split_into_batches(self.questions, self.batch_size):
                         prompts = [question.prompt for question in batch]
                         answers += [answer.text for answer in answerer.answer(prompts)]
                         progress.update(len(batch))
         finally:
             model.generation_config = own_config
-        if draws:
+        if draws_sheet:
             draw_sheet(self.questions, answers, self.sheet, self.rows)
         pairs = zip(answers, self.questions, strict=True)
         matches = [exact_match(answer, question.reference or "") for answer, question in pairs]
@@ -96,10 +96,10 @@ class EvalGenerations:
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return this process's batches of row indices, and the weight of each: 0 for a filler, else 1.
+    """Return this process's batches of row indices, and for each 1, or 0 if it is a filler.
 
     All processes get the same number of batches, because they gather the model's weights together.
-    A process with fewer batches gets the first batch of all again, as a filler.
+    A process with fewer batches also gets the first batch of the data set, as a filler.
     """
     rank, processes = 0, 1
     if dist.is_initialized():

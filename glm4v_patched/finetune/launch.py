@@ -16,7 +16,7 @@ from ..engine.environment import (
     single_process_environment,
     training_environment,
 )
-from ..models.base import pin_revision, read_report, require_recorded_base
+from ..models.base import pin_revision, read_training_report, require_recorded_base
 from ..models.check_weights import require_complete_model
 from ..models.find import note_cogagent_assumptions
 from ..models.placement import Placement
@@ -143,10 +143,10 @@ def _decide(
     # torch is imported here, so that the problems above are reported at once.
     with show_progress("loading torch and transformers"):
         from ..models.loading import load_model_config
-        from .disk import checkpoints_at_once, needed_space, require_disk_space
+        from .disk import max_checkpoints_on_disk, needed_space, require_disk_space
         from .plan import check_data, find_start_checkpoint, make_plan
         from .summary import describe_plan
-    out, checkpoints = str(job.out), checkpoints_at_once(job.trainer, job.data.ends_at_bad_row)
+    out, checkpoints = str(job.out), max_checkpoints_on_disk(job.trainer, job.data.ends_at_bad_row)
     require_disk_space(
         out, needed_space(out, load_model_config(job.base), job.options, checkpoints)
     )
@@ -214,7 +214,7 @@ def _run_training(plan: "Plan") -> None:
     if not failure:
         return
     settings = f" (settings: {recipe})"
-    if error := read_report(recipe.parent).get("error"):
+    if error := read_training_report(recipe.parent).get("error"):
         raise RuntimeError(error + settings + _how_to_resume(plan) * plan.is_streamed)
     where = pluralize(processes, "process")
     raise RuntimeError(f"training on {where} failed: {failure}{settings}{_how_to_resume(plan)}")
@@ -239,8 +239,8 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
         How a process failed, after which the others are killed; "" if none failed.
     """
     with _signals_as_exceptions(), no_progress():  # the processes print theirs
-        # A training process ends when its stdin closes, whose other end only this process holds. It
-        # leads a process group, so Ctrl-C does not reach it, and its children are killed with it.
+        # A training process ends when its stdin closes; only this process holds the other end. Each
+        # leads a process group: Ctrl-C does not reach the group, which is killed with its children.
         processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
             for variables in environments

@@ -23,14 +23,14 @@ from ..engine.gpus import free_bytes_per_gpu
 from ..engine.memory_plan import (
     GIB,
     NON_TORCH_BYTES,
-    Batch,
+    BatchShape,
     apply_memory_limit,
     decide_options,
     estimate_peak_bytes,
     min_free_gpu_memory,
 )
 from ..engine.options import EngineOptions, Precision, choose_precision
-from ..models.base import ModelSource, identify, read_report
+from ..models.base import ModelSource, identify, read_training_report
 from ..models.loading import load_model_config, load_processor
 from ..models.placement import Placement
 from ..terminal_text import pluralize
@@ -44,7 +44,7 @@ from .checkpoints import (
     require_checkpoint,
     require_same_run,
 )
-from .disk import DiskSpace, checkpoints_at_once, needed_space, require_disk_space
+from .disk import DiskSpace, max_checkpoints_on_disk, needed_space, require_disk_space
 from .job import Job
 from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
@@ -52,7 +52,7 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# Memory is planned for rows of a stream this many times as long as the longest checked row.
+# For a stream, memory is planned for rows of this many times the length of the longest checked row.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -63,21 +63,21 @@ class Plan:
     Args:
         arguments: Fields of transformers' ``TrainingArguments`` that differ from its defaults.
         loop: Options of the training loop that ``TrainingArguments`` has no field for.
-        base: The pinned base model, and the adapters on it.
-        files: Digests of the files of ``base`` (:func:`identify`).
-        data: Digest of the checked data (:func:`digest_data`).
+        base: The base model, with its Hub commit resolved, and the adapters on it.
+        file_digests: Digests of the files of ``base`` (:func:`identify`).
+        data_digest: Digest of the checked data (:func:`digest_data`).
         placement: The processes and their devices.
         options: Options of the engine, without "auto".
-        precision_reason: Why ``options.precision`` was chosen; "" if the recipe or a GPU decides.
+        precision_reason: Why ``options.precision`` was chosen; "" on GPUs or if the recipe sets it.
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
         reuse_features: Whether to cache the features of images, or the folder of that cache.
         answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
-        length: ``max_steps`` or ``num_train_epochs`` by its name (:attr:`TrainerFields.length`).
+        length: Either ``max_steps`` or ``num_train_epochs`` (:attr:`TrainerFields.length`).
         ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
-        public_values: Values of the recipe that the card of adapters shows (:class:`Job`).
-        batch: Size of the largest batch of one process.
-        rows: Number of rows in an epoch, after packing; for a stream, of checked rows.
+        public_values: Values of the recipe that the model card of adapters shows (:class:`Job`).
+        batch: Shape of the largest batch of one process.
+        num_rows: Rows in an epoch, or packed sequences; for a stream, the checked rows.
         steps: Optimizer steps of the run, including the steps up to the checkpoint.
         steps_an_epoch: Optimizer steps of one pass over the rows.
         free: Usable free bytes of the fullest GPU when the plan was made; 0 on a CPU.
@@ -90,8 +90,8 @@ class Plan:
     arguments: dict[str, Any]
     loop: LoopOptions
     base: ModelSource
-    files: dict[str, str]
-    data: str
+    file_digests: dict[str, str]
+    data_digest: str
     placement: Placement
     options: EngineOptions
     precision_reason: str
@@ -102,8 +102,8 @@ class Plan:
     length: dict[str, float]
     ignored_epochs: float | None
     public_values: dict[str, Any]
-    batch: Batch
-    rows: int
+    batch: BatchShape
+    num_rows: int
     steps: int
     steps_an_epoch: int
     free: float
@@ -158,26 +158,29 @@ class Plan:
         """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
-        if (digest := digest_data(checked)) != self.data:
+        if (digest := digest_data(checked)) != self.data_digest:
             raise ValueError(
-                f"{path} has rows with digest {digest}, and the run was planned with {self.data}: "
-                "start the training again, so that they are checked"
+                f"{path} has rows with digest {digest}, and the run was planned with "
+                f"{self.data_digest}: start the training again, so that the rows are checked"
             )
         return checked
 
     def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
-        """Return the settings and digests that a run must share to resume this one."""
-        eval_decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
-        eval_decides = eval_decides or self.arguments["save_strategy"] == "best"
-        return ResumeFingerprint(self.settings, self.files, digest_rows(checked, eval_decides))
+        """Return the settings and digests that must be the same when this run is resumed."""
+        eval_selects_step_or_end = (
+            self.arguments["load_best_model_at_end"]
+            or self.arguments["save_strategy"] == "best"
+            or self.loop.patience is not None
+        )
+        rows = digest_rows(checked, with_evaluated=eval_selects_step_or_end)
+        return ResumeFingerprint(self.settings, self.file_digests, rows)
 
     def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
-        config, share = load_model_config(self.base), self.placement.share
-        problem = memory_check.find_memory_problem(
-            config, self.options, self.batch, self.free, share
-        )
-        if problem:
+        config, local_share = load_model_config(self.base), self.placement.share
+        if problem := memory_check.find_memory_problem(
+            config, self.options, self.batch, self.free, local_share
+        ):
             raise ValueError(problem)
         require_disk_space(str(self.out), self.space)
 
@@ -195,9 +198,10 @@ class Plan:
                 f"the run was planned for {planned}, and {processes} take part: start the training "
                 "again"
             )
-        if (files := identify(self.base)) != self.files:
-            names = sorted(n for n in files | self.files if files.get(n) != self.files.get(n))
-            lines = [f"{n}: {self.files.get(n)} planned, {files.get(n)} here" for n in names]
+        digests, planned_digests = identify(self.base), self.file_digests
+        if digests != planned_digests:
+            pairs = {n: (planned_digests.get(n), digests.get(n)) for n in digests | planned_digests}
+            lines = [f"{n}: {p} planned, {h} here" for n, (p, h) in sorted(pairs.items()) if p != h]
             raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(lines))
         if not self.free:
             return
@@ -221,13 +225,13 @@ def make_plan(
     """Decide all that the job leaves open, for the checked rows and this machine.
 
     Args:
-        job: The job; its base model must be pinned.
+        job: The job; the Hub commit of its base model must be resolved.
         checkpoint: From :func:`find_start_checkpoint`.
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: The rows differ and ``accept_changed_data`` is false; or the run would have no
-            batch, no evaluation that it needs, or no valid learning rate.
+        ValueError: The rows differ from the checkpoint's without ``accept_changed_data``; or the
+            run would have no batch, lack a necessary evaluation, or have an invalid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
     sequences = checked.batch_sequences()
@@ -252,17 +256,17 @@ def make_plan(
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
         loading=loader_options(
-            trainer.undeclared_fields, local_world_size, images_per_batch, config.vision.image_size
+            trainer.passthrough_fields, local_world_size, images_per_batch, config.vision.image_size
         ),
     )
     require_schedule(arguments)
-    checkpoints = checkpoints_at_once(trainer, job.data.ends_at_bad_row, steps)
+    checkpoints = max_checkpoints_on_disk(trainer, job.data.ends_at_bad_row, steps)
     plan = Plan(
         arguments=arguments,
         loop=loop_options(job, options),
         base=job.base,
-        files=identify(job.base),
-        data=digest_data(checked),
+        file_digests=identify(job.base),
+        data_digest=digest_data(checked),
         placement=placement,
         options=options,
         precision_reason=reason,
@@ -274,7 +278,7 @@ def make_plan(
         ignored_epochs=trainer.ignored_epochs,
         public_values=job.public_values,
         batch=batch,
-        rows=len(sequences.lengths),
+        num_rows=len(sequences.lengths),
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,
@@ -328,7 +332,7 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
         checkpoint = resume
         require_checkpoint(folder, checkpoint)
     if checkpoint is None:
-        if read_report(folder).get("finished"):
+        if read_training_report(folder).get("finished"):
             raise ValueError(
                 f"the training in {folder} is finished and left no checkpoint, so it cannot be "
                 "made longer; to train further, give a new run that folder as model"
@@ -337,9 +341,9 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
     settings = job.settings(processes)
     saved = read_checkpoint_manifest(checkpoint)["settings"]
     length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
-    if is_longer({name: saved[name] for name in length if name in saved}, length):
+    if is_longer(before={name: saved[name] for name in length if name in saved}, now=length):
         settings |= {name: saved[name] for name in length}
-    if job.options.precision == "auto":  # the checkpoint decides, whatever this CPU is fast in
+    if job.options.precision == "auto":  # keep the checkpoint's, even if another is faster here
         settings["engine.precision"] = saved.get("engine.precision")
     require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
@@ -372,13 +376,13 @@ def check_data(job: Job) -> CheckedData:
     )
 
 
-def largest_batch(job: Job, rows: BatchSequences, processes: int) -> Batch:
-    """Return the size of the largest batch of one process."""
-    longest = int(rows.lengths.max())
-    return Batch(
+def largest_batch(job: Job, sequences: BatchSequences, processes: int) -> BatchShape:
+    """Return the shape of the largest batch of one process."""
+    longest = int(sequences.lengths.max())
+    return BatchShape(
         num_sequences=job.trainer.per_device_train_batch_size,
         sequence_length=int(longest * STREAM_LENGTH_MARGIN) if job.data.is_streamed else longest,
-        images_per_sequence=int(rows.images.max()),
+        images_per_sequence=int(sequences.images.max()),
         processes=processes,
         accumulates=job.trainer.gradient_accumulation_steps > 1,
     )
@@ -388,8 +392,8 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
-        with_evaluated: Whether to include the rows for evaluation: they count if evaluations decide
-            which step is saved, or when the run ends.
+        with_evaluated: Whether to include the rows for evaluation. Include them if evaluations
+            decide which step is saved, or when the run ends.
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:

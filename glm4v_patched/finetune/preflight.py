@@ -48,8 +48,8 @@ def validate_recipe(
         world_size: Number of processes of all machines, if there are several.
 
     Raises:
-        RecipeError: There are problems. The message has a line for each problem that no other
-            problem hides; ``recipe_and_placement`` has the recipe and placement, if resolved.
+        RecipeError: There are problems. The message has a line for each problem that was detected;
+            ``recipe_and_placement`` has the recipe and the placement, if they were resolved.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)

@@ -26,7 +26,7 @@ from ..atomic import (
     write_atomically,
 )
 from ..engine.folders import find_folder_problem
-from ..models.base import TRAINING_REPORT, read_report
+from ..models.base import TRAINING_REPORT, read_training_report
 from ..patch.config_json import read_json_object
 from ..terminal_text import listed
 from .recipe.trainer import is_longer
@@ -80,8 +80,8 @@ def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
 def locked(folder: Path) -> Iterator[None]:
     """Create a folder if it is missing, and hold its lock during the block.
 
-    The lock is one of flock, so the kernel releases it however this process ends. The package
-    filelock would not tell who holds a lock, and would write to a file of somebody else.
+    The kernel releases the lock (flock) however this process ends. The package filelock would not
+    report who holds a lock, and would overwrite a file of somebody else.
 
     Raises:
         ValueError: Another run holds the lock, or the folder cannot be written to.
@@ -99,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.pwrite(descriptor, f"{HOLDER}{os.getpid()} on {holder}".encode(), 0)
         yield
     finally:
-        # Unlink before unlocking, so that a process that opened the file earlier notices it.
+        # Unlink before unlocking: a process that has opened the file then sees that it is gone.
         with suppress(OSError):
             os.unlink(folder / LOCK)
         os.close(descriptor)
@@ -191,7 +191,7 @@ def require_usable(
         ValueError: The folder has a finished training, or files with a run's names that must not
             be removed.
     """
-    report = read_report(folder)
+    report = read_training_report(folder)
     recorded, finished = read_record(folder), report.get("finished")
     present = run_file_names(folder, adapters)
     for path in inputs:
@@ -201,13 +201,12 @@ def require_usable(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
-    extends = is_longer(report.get("length"), length)
+    extends = is_longer(before=report.get("length"), now=length)
     if resume and finished and not extends:
         raise ValueError(
             f"the training in {folder} is finished ({TRAINING_REPORT}), and there is nothing to "
-            "resume; to "
-            "make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train on "
-            "other data, give a new run that folder as model"
+            "resume; to make it longer, raise trainer.num_train_epochs or trainer.max_steps; to "
+            "train on other data, give a new run that folder as model"
         )
     if recorded is not None and not finished:
         # A run that was stopped before its first checkpoint left no file worth keeping.

@@ -48,7 +48,7 @@ def _load(engine, path: str, map_location=None):
 
 
 def _enum_member(enum: object, name: str) -> Enum:
-    """Stand in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickles members of enums."""
+    """Replace ``getattr``, which pickles of Python 3.11.0 to 3.11.3 call for members of enums."""
     if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
         return enum[name]
     raise pickle.UnpicklingError(f"getattr of {enum!r}, {name!r}")

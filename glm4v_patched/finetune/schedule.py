@@ -11,10 +11,10 @@ from transformers import SchedulerType, get_scheduler
 
 from ..terminal_text import error_text
 from .recipe.file import short_json
-from .recipe.trainer import METRIC_SCHEDULES
+from .recipe.trainer import SCHEDULES_BY_METRIC
 
-# A longer run is sampled at MAX_SAMPLED_STEPS evenly spread steps. A schedule that depends on a
-# metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
+# Only MAX_SAMPLED_STEPS evenly spread steps of a longer run are checked. A schedule that depends on
+# a metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
 MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
 ROUNDING = 1e-6  # relative error of a rate that is accepted
 # A schedule is most likely a mistake if its highest rate is below MIN_PEAK_SHARE of
@@ -48,7 +48,7 @@ def require_schedule(arguments: Arguments) -> None:
             f"{error_text(error)}"
         ) from None
     peak = arguments["learning_rate"]
-    highest_allowed = math.inf if name in METRIC_SCHEDULES else peak
+    highest_allowed = math.inf if name in SCHEDULES_BY_METRIC else peak
     for step, rate in rates:
         if not 0 <= rate <= highest_allowed * (1 + ROUNDING) or rate == math.inf:
             raise ValueError(
@@ -87,15 +87,15 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     """Return pairs of a step, from 0, and its learning rate.
 
     If parts of the model have their own rates, the highest rate is returned; the others are
-    proportional to it. The step after the last is included, because the Trainer computes its rate,
-    too. For a schedule that depends on a metric, all pairs have step 0, and their rates are those
-    after some evaluations.
+    proportional to it. The step after the last is included, because the Trainer computes a rate
+    for it, too. For a schedule that depends on a metric, all pairs have step 0, and the rates are
+    those after the simulated evaluations.
     """
     optimizer = torch.optim.AdamW(
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]
     )
     scheduler = _build(arguments, optimizer, _kwargs(arguments))
-    if arguments["lr_scheduler_type"] not in METRIC_SCHEDULES:
+    if arguments["lr_scheduler_type"] not in SCHEDULES_BY_METRIC:
         [lr_lambda] = scheduler.lr_lambdas
         peak = arguments["learning_rate"]
         return [(step, float(peak * lr_lambda(step))) for step in _sampled_steps(arguments)]
@@ -145,7 +145,7 @@ def _require_kwargs(arguments: Arguments) -> None:
                 f"trainer.lr_scheduler_kwargs has {key} {short_json(value)}; expected a number "
                 "from 0, text, true or false"
             )
-    if name not in METRIC_SCHEDULES:
+    if name not in SCHEDULES_BY_METRIC:
         return
     greater = arguments.get("greater_is_better")
     if greater is None:

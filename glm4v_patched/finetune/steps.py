@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ..data.checked_data import CheckedData
 from ..terminal_text import pluralize
 from .job import Job
-from .recipe.trainer import METRIC_SCHEDULES, TrainerFields
+from .recipe.trainer import SCHEDULES_BY_METRIC, TrainerFields
 
 
 def require_batches(job: Job, rows: int, processes: int) -> None:
@@ -51,7 +51,7 @@ def require_evaluations(
         interval = f"after every epoch of {every:,} steps"
     if delay > steps:
         raise ValueError(
-            f"trainer.eval_delay is {trainer_config.undeclared_fields['eval_delay']:g}, which is "
+            f"trainer.eval_delay is {trainer_config.passthrough_fields['eval_delay']:g}, which is "
             f"{delay:g} steps, and the run has {steps:,}: it would end before the first "
             "evaluation; expected less"
         )
@@ -72,5 +72,5 @@ def _fields_with_evaluations(trainer_config: TrainerFields) -> Iterator[str]:
         yield "trainer.early_stopping_patience"
     if trainer_config.save_strategy == "best":
         yield "trainer.save_strategy best"
-    if trainer_config.lr_scheduler_type in METRIC_SCHEDULES:
+    if trainer_config.lr_scheduler_type in SCHEDULES_BY_METRIC:
         yield f"trainer.lr_scheduler_type {trainer_config.lr_scheduler_type}"

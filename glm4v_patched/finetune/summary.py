@@ -112,7 +112,7 @@ def describe_data(checked: CheckedData, is_streamed: bool) -> str:
     tokens = f"{pluralize(counts.tokens, 'token')}, {counts.supervised:,} of them supervised"
     text = f"{samples}, {images}; {tokens}"
     if is_streamed:
-        text = f"a stream, of which were checked: {text}"
+        text = f"a stream; checked before training: {text}"
     return text + (f"; {pluralize(checked.skipped, 'row')} skipped" if checked.skipped else "")
 
 
@@ -203,8 +203,8 @@ def find_warnings(plan: Plan) -> Iterator[str]:
             "themselves"
         )
     yield from schedule_warnings(plan.arguments)
-    if plan.effective_batch > plan.rows and not plan.is_streamed:
+    if plan.effective_batch > plan.num_rows and not plan.is_streamed:
         yield (
             f"the effective batch, {plan.effective_batch:,}, is larger than the number of rows, "
-            f"{plan.rows:,}: an epoch is one step"
+            f"{plan.num_rows:,}: an epoch is one step"
         )

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..atomic import apply_umask
 from ..data.feature_cache import TowerFeatures
 from ..data.stored_rows import ConversationDataset
-from ..data.stream import ROW_PROBLEMS, UNREADABLE, StreamDataset
+from ..data.stream import ROW_PROBLEMS, UNREADABLE_SOURCES, StreamDataset
 from ..data.workers import BATCHES_AHEAD, workers_that_fit
 from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
@@ -47,8 +47,8 @@ PRIVATE_METHODS = ("_determine_best_metric", "_load_best_model", "_save_checkpoi
 class RecipeTrainer(Trainer):
     """Trainer of a glm-4v or of LoRA adapters on one.
 
-    It saves models and checkpoints with the model's original config, so that they can be loaded.
-    Beside adapters it saves the model's code, with which a process without this package loads the
+    Models and checkpoints are saved with the model's original config, so that they can be loaded.
+    The model's code is saved beside adapters, so that a process without this package can load the
     base model.
 
     Args:
@@ -78,7 +78,7 @@ class RecipeTrainer(Trainer):
         self.eval_generations = eval_generations
         self.eval_collator = eval_collator or options["data_collator"]
         self.divergence = DivergenceMonitor(loop.max_nonfinite_steps)
-        self.bad_rows = BadRowTracker(ends=loop.fail_on_bad_rows)
+        self.bad_rows = BadRowTracker(ends_run=loop.fail_on_bad_rows)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -87,9 +87,10 @@ class RecipeTrainer(Trainer):
         untyped: Any = model
         self.inner: GLM4VForCausalLM = untyped.get_base_model() if self.has_adapters else untyped
         if self.has_adapters:
-            # Else peft asks the Hub for the base's config, to see whether embeddings were resized.
+            # By default, peft asks the Hub for the base's config, to detect resized embeddings.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
-        # The Trainer replaces these three end tokens by the tokenizer's one; save_model undoes it.
+        # The Trainer replaces these three end tokens by the only one of the tokenizer; save_model
+        # restores them.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
@@ -161,11 +162,11 @@ class RecipeTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = self.features.replace_images(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.features.keep(outputs)
+        self.features.cache_new(outputs)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE, []))
+        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE_SOURCES, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # DeepSpeed has the norm of this step only after the last of its accumulated batches.
@@ -185,8 +186,8 @@ class RecipeTrainer(Trainer):
             exact_match = 0.0  # a model with a loss of NaN generates no answers
             if math.isfinite(loss):
                 with self.compute_loss_context_manager():
-                    draws = self.is_world_process_zero()
-                    exact_match = self.eval_generations.answer(self.model, draws)
+                    draws_sheet = self.is_world_process_zero()
+                    exact_match = self.eval_generations.answer(self.model, draws_sheet)
             # GPUs may generate different tokens, and all processes must decide by the same result.
             shared = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():
@@ -202,7 +203,7 @@ class RecipeTrainer(Trainer):
         return metrics
 
     def _save_start(self, metrics: dict[str, float]) -> None:
-        """Save a checkpoint before the first step, because the first weights may stay the best."""
+        """Save the initial weights as a checkpoint, because they may remain the best."""
         saves_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
         self.control.should_save = saves_best
         if self._determine_best_metric(metrics, None) and saves_best:
@@ -222,26 +223,25 @@ class RecipeTrainer(Trainer):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             max_images = rows.max_images * batch_size
             workers = workers_that_fit(workers, local_world_size, max_images)
-        batches, weights = shard_batches(len(rows), batch_size)
+        batches, are_own = shard_batches(len(rows), batch_size)
         loader = self._loader(
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        is_first, total = self.is_world_process_zero(), len(weights)
+        is_printed, num_batches = self.is_world_process_zero(), len(batches)
         with (
             in_eval_mode(self.model_wrapped),
-            show_progress("evaluating", is_first, total, "batch") as progress,
+            show_progress("evaluating", is_printed, num_batches, "batch") as progress,
         ):
-            for batch, weight in zip(loader, weights, strict=True):
-                tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
-                totals += weight * torch.stack(
-                    [self._sum_of_losses(dict(batch)).to(totals), tokens]
-                )
+            for batch, is_own in zip(loader, are_own, strict=True):
+                num_tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
+                loss_sum = self._sum_of_losses(dict(batch)).to(totals)
+                totals += is_own * torch.stack([loss_sum, num_tokens])
                 progress.update()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
-        total, number = totals.tolist()
-        return total / max(number, 1), int(number)
+        loss_sum, num_tokens = totals.tolist()
+        return loss_sum / max(num_tokens, 1), int(num_tokens)
 
     def _sum_of_losses(self, inputs: dict) -> torch.Tensor:
         """Return the sum of the losses of all supervised tokens of a batch."""
@@ -253,7 +253,7 @@ class RecipeTrainer(Trainer):
         with self.compute_loss_context_manager():
             outputs = self.model_wrapped(**inputs, **options)
         if self.features is not None:
-            self.features.keep(outputs)
+            self.features.cache_new(outputs)
         return outputs.loss
 
     def _determine_best_metric(self, metrics, trial) -> bool:
@@ -262,7 +262,8 @@ class RecipeTrainer(Trainer):
         Only a step whose weights are saved, in a checkpoint or at the end, can be the best.
         """
         state, stops = self.state, self.control.should_training_stop
-        is_over = state.global_step >= state.max_steps or (stops and not self.bad_rows.has_ended)
+        has_bad_row = self.bad_rows.has_ended_run
+        is_over = state.global_step >= state.max_steps or (stops and not has_bad_row)
         if is_over:
             self.control.should_save = False
         saves_best = self.args.save_strategy == "best"
@@ -271,15 +272,16 @@ class RecipeTrainer(Trainer):
         if self.args.load_best_model_at_end and not is_saved:
             return False
         if not math.isfinite(metrics["eval_loss"]):  # never the best step
-            return self.bad_rows.has_ended and not is_over
+            return has_bad_row and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
-            # transformers 4.57 records no step for save_strategy: best, and no release step 0.
+            # With save_strategy: best, transformers 4.57 does not record best_global_step. No
+            # release records step 0.
             step, folder = state.global_step, cast(str, self.args.output_dir)
             state.best_global_step = step
             if not is_over:
                 state.best_model_checkpoint = str(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
-        return (is_best and is_finite or self.bad_rows.has_ended) and not is_over
+        return (is_best and is_finite or has_bad_row) and not is_over
 
     def _load_best_model(self) -> None:
         # The last step has no checkpoint. If it is the best step, the model has its weights.
@@ -288,6 +290,7 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
+            # The logged loss becomes NaN if one of its losses was NaN, which record replaced by 0.
             logs["loss"] += self.divergence.pop_nonfinite_loss()
         super().log(logs, *rest)
 
@@ -299,9 +302,9 @@ class RecipeTrainer(Trainer):
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # The model stays in training mode, in which a process without an image takes part in the
-        # same collectives as the others.
-        # Compiled layers would be recompiled for a call without gradients.
+        # Stay in training mode: a process without an image then takes part in the same collectives
+        # as the others. Use eager mode: compiled layers would be recompiled for a call without
+        # gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
             torch.no_grad(),

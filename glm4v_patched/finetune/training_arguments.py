@@ -51,7 +51,7 @@ def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
         keep_checkpoints=trainer_config.save_total_limit,
         patience=trainer_config.early_stopping_patience,
         threshold=trainer_config.early_stopping_threshold,
-        worker_start=worker_start(options.offload, trainer_config.undeclared_fields),
+        worker_start=worker_start(options.offload, trainer_config.passthrough_fields),
     )
 
 
@@ -96,13 +96,13 @@ def training_arguments(
         "eval_steps": eval_every,
         "eval_delay": trainer_config.eval_delay(steps_an_epoch),
         # A resumed run has this evaluation in its checkpoint.
-        "eval_on_start": bool(trainer_config.undeclared_fields.get("eval_on_start"))
+        "eval_on_start": bool(trainer_config.passthrough_fields.get("eval_on_start"))
         and not continues,
         "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": trainer_config.early_stopping_patience
         is not None,
         "logging_strategy": "no"
-        if trainer_config.undeclared_fields.get("logging_strategy") == "no"
+        if trainer_config.passthrough_fields.get("logging_strategy") == "no"
         else "steps",
         "logging_steps": trainer_config.log_every(steps, steps_an_epoch),
         "ignore_data_skip": job.data.is_streamed,  # a stream skips rows by itself

@@ -85,7 +85,7 @@ def _train(plan: Plan, activity: Activity) -> None:
             remove_weights(plan.out)
         report = _report(plan, trainer, progress.measurements(), error)
         if error is None and is_lora(plan.options.trained):
-            write_card(plan.out, plan.base, plan.public_values, report, plan.rows)
+            write_card(plan.out, plan.base, plan.public_values, report, plan.num_rows)
         write_atomically(plan.out / TRAINING_REPORT, json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
         # The launcher kills all processes when one fails, so wait until the report is written.
@@ -177,7 +177,8 @@ def _require_result(plan: Plan, state: TrainerState) -> None:
     if done == 0 or (done < plan.steps and not may_end_early):
         raise NoResult(
             f"training ended after step {done:,} of {plan.steps:,} without a reason, and no model "
-            f"is saved; the plan was for {plan.rows:,} rows in batches of {plan.effective_batch:,}"
+            f"is saved; the plan was for {plan.num_rows:,} rows in batches of "
+            f"{plan.effective_batch:,}"
         )
     logged = [entry for entry in state.log_history if "loss" in entry]
     if logged and not any(entry["loss"] or entry.get("grad_norm") for entry in logged):

@@ -12,7 +12,7 @@ TESTED_AXOLOTL, TESTED_LLAMAFACTORY, TESTED_MS_SWIFT = "0.19.0", "0.9.5", "4.6.0
 def require_members(owner: object, names: Iterable[str], package: str, tested: str) -> None:
     """Require that a class or module of a framework has these attributes.
 
-    If the framework renamed a method that a plug-in overrides, it would never call the plug-in's.
+    If the framework has renamed a method, it would never call the plug-in's override.
 
     Args:
         owner: The class or module.

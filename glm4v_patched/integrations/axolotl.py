@@ -1,4 +1,4 @@
-"""Register glm-4v as a multimodal model of axolotl, whose own list has no ``chatglm``.
+"""Register glm-4v as a multimodal model of axolotl, which has no model type ``chatglm``.
 
 ``python -m glm4v_patched.run axolotl train ...`` registers it by itself; other scripts call
 :func:`register`. axolotl then treats every model of type ``chatglm`` as a glm-4v.

@@ -35,7 +35,7 @@ TEMPLATE_SLOTS = {
 
 @dataclass
 class GLM4VPlugin(mm_plugin.BasePlugin):
-    """A plug-in that writes the tokens of each image before the text of its message.
+    """Puts the tokens of a message's images before its text, for LLaMA-Factory's templates.
 
     An image is a begin token, one image token for each of its embeddings, and an end token.
     """

@@ -37,6 +37,7 @@ import glm4v_patched
 from ..patch.config_json import read_json_object, why_not_glm4v
 from ..patch.patch_set import AttributePatch, PatchSet
 from ..remote.image_processing_chatglm import as_image
+from ..terminal_text import pluralize
 from .api_check import TESTED_MS_SWIFT, require_members
 from .image_tags import BEGIN_OF_IMAGE, END_OF_IMAGE, IMAGE_TAG, UNEXPANDED_IMAGE, move_images_first
 
@@ -54,8 +55,8 @@ class GLM4VLoader(ModelLoader):
     def get_config(self, model_dir):
         if reason := _glm4v_folder_problem(model_dir):
             raise ValueError(
-                f"{model_dir}: its config.json is not a glm-4v's: {reason}. For ms-swift's own "
-                f"code, give --model_type and --template {STOCK_SWIFT_TYPE}"
+                f"{model_dir}: its config.json is not the config of a glm-4v: {reason}. For "
+                f"ms-swift's own code, give --model_type and --template {STOCK_SWIFT_TYPE}"
             )
         return super().get_config(model_dir)
 
@@ -102,8 +103,9 @@ class GLM4VTemplate(Template):
         for message in inputs.messages:
             content = message["content"]
             if message["role"] == "user" and isinstance(content, str):
-                number, text = move_images_first(content)
-                message["content"] = f"{IMAGE_TAG * number}{PIECE_BREAK}{text}" if number else text
+                num_images, text = move_images_first(content)
+                tags = f"{IMAGE_TAG * num_images}{PIECE_BREAK}" if num_images else ""
+                message["content"] = tags + text
             elif message["role"] == "assistant":
                 message["content"] = _start_on_new_line(content)
 
@@ -120,8 +122,8 @@ class GLM4VTemplate(Template):
         begin = self.tokenizer.convert_tokens_to_ids(BEGIN_OF_IMAGE)
         if (num_tokens := encoded["input_ids"].count(begin)) != len(inputs.images):
             raise ValueError(
-                f"a sample's number of images is {len(inputs.images)}, and that of "
-                f"{BEGIN_OF_IMAGE} tokens is {num_tokens}: remove the token from its texts"
+                f"a sample has {pluralize(len(inputs.images), 'image')}, and its texts have "
+                f"{pluralize(num_tokens, f'{BEGIN_OF_IMAGE} token')}: remove the token from them"
             )
         if encoded.get("labels") is not None and self.use_chat_template:
             self._supervise_turn_ends(encoded)
@@ -230,7 +232,7 @@ def _glm4v_folder_problem(folder: str) -> str | None:
 def _match_by_config(original):
     """Make swift recognize a glm-4v by its config.
 
-    swift itself goes by the folder's name, or by the architecture, which six other models share.
+    swift itself uses the folder's name, or the architecture, which six other models share.
     """
 
     def get_matched_model_meta(model_id_or_path):
@@ -252,8 +254,8 @@ def _check_image_tags(inputs: StdTemplateInputs) -> None:
     num_tags = sum(text.count(IMAGE_TAG) for text in texts if isinstance(text, str))
     if num_tags > len(inputs.images):
         raise ValueError(
-            f"a sample's number of images is {len(inputs.images)}, and that of {IMAGE_TAG} tags in "
-            f'its messages is {num_tags}: give each tag its image, in "images"'
+            f"a sample has {pluralize(len(inputs.images), 'image')}, and its messages have "
+            f'{pluralize(num_tags, f"{IMAGE_TAG} tag")}: give each tag its image, in "images"'
         )
 
 

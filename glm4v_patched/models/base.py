@@ -166,7 +166,7 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
         )
 
 
-def read_report(folder: Path) -> dict:
+def read_training_report(folder: Path) -> dict:
     """Return the content of ``training.json``; empty if it cannot be read."""
     try:
         return read_json_object(folder / TRAINING_REPORT)
@@ -178,7 +178,7 @@ def require_recorded_base(base: ModelSource) -> None:
     """Raise ``ValueError`` if the model under adapters has changed since they were trained."""
     if base.adapters is None:
         return
-    recorded = read_report(base.adapters).get("base")
+    recorded = read_training_report(base.adapters).get("base")
     current = identify(replace(base, adapters=None))
     if isinstance(recorded, dict) and recorded != current:
         names = sorted(n for n in recorded.keys() | current if recorded.get(n) != current.get(n))

@@ -35,7 +35,7 @@ def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch
     capsys.readouterr()
     assert not main(["bench", "--rows", str(out)])
     table = capsys.readouterr().out
-    assert "| 1 | cpu | bf16 | 56x56 | 8 | 64 of 4 | 4 | 2.5 |" in table
+    assert "| 1 | cpu | bf16 | 56x56 | 8 | 64 x 4 | 4 | 2.5 |" in table
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.cli import main
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.memory_plan import Batch
+from glm4v_patched.engine.memory_plan import BatchShape
 from glm4v_patched.engine.options import EngineSection
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from tests.helpers.tiny import golden_json, tiny_model
@@ -56,11 +56,13 @@ def test_packed_samples_have_the_loss_of_padded_ones(shortest):
     losses = [model(**batch).loss.item() for batch in batches]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     # An image with its begin and end takes 6 tokens, besides the text tokens.
-    expected = Batch(num_sequences=3, sequence_length=26, processes=2)
-    assert benchmark_batch(padded, model.config, 2) == expected
+    assert benchmark_batch(padded, model.config, 2) == BatchShape(
+        num_sequences=3, sequence_length=26, processes=2
+    )
     length = sum(6 + text for text in padded.text_lengths())
-    expected = Batch(num_sequences=1, sequence_length=length, images_per_sequence=3)
-    assert benchmark_batch(packed, model.config, 1) == expected
+    assert benchmark_batch(packed, model.config, 1) == BatchShape(
+        num_sequences=1, sequence_length=length, images_per_sequence=3
+    )
 
 
 def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_runs(

@@ -105,7 +105,7 @@ def test_the_report_for_training_names_each_modules_implementation(monkeypatch):
     assert re.search(r"as published \(fa3-fwd is not installed: .*\): 2 x tower Attention", text)
     hooked = model.get_submodule("base_model.model.transformer.vision.transformer.layers.1.mlp")
     hooked.fc2.register_forward_hook(lambda *_: None)
-    reason = "as published at the moment, for its fc2: it has hooks"
+    reason = "computes as published at the moment, because of its fc2: it has hooks"
     assert f"FrozenTowerMLP ({reason}): 1 x tower VisionMLP" in report(model, usage)
 
 
@@ -125,7 +125,7 @@ def test_the_report_for_inference_says_why_kernels_are_not_used(monkeypatch):
     assert "InferenceBlock: 2 x language model GLMBlock" in text
     assert "InferenceTowerMLP (fp8 is off): 2 x tower VisionMLP" in text
     block.input_layernorm.register_forward_hook(lambda *_: None)
-    reason = "without its input_layernorm: it has hooks"
+    reason = "does not fuse its input_layernorm: it has hooks"
     assert f"InferenceBlock ({reason}): 1 x language model GLMBlock" in report(model, usage)
 
 

@@ -96,5 +96,5 @@ def test_an_untested_deepspeed_is_refused(monkeypatch):
         if is_tested:
             config.require_deepspeed()
             continue
-        with pytest.raises(RuntimeError, match=f"{installed} is not: .*'deepspeed>=0.16.9,<0.20'"):
+        with pytest.raises(RuntimeError, match=f"of {installed}: .*'deepspeed>=0.16.9,<0.20'"):
             config.require_deepspeed()

@@ -20,7 +20,7 @@ from glm4v_patched.engine.memory_plan import (
     GIB,
     MIN_STEPS_TO_COMPILE,
     NON_TORCH_BYTES,
-    Batch,
+    BatchShape,
     activation_bytes,
     count_parameters,
     count_trained,
@@ -50,7 +50,7 @@ from tests.helpers.tiny import tiny_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
-TWO_SEQUENCES = Batch(num_sequences=2, sequence_length=2114, processes=2)
+TWO_SEQUENCES = BatchShape(num_sequences=2, sequence_length=2114, processes=2)
 ONE_SEQUENCE = replace(TWO_SEQUENCES, num_sequences=1)
 
 
@@ -101,7 +101,7 @@ def measured_rows():
             policies = settings | {"gathered": settings.get("stage3_max_live_parameters")}
             policies |= row.get("policies") or {}
             images = row["micro_batch"] / len(lengths)
-            batch = Batch(
+            batch = BatchShape(
                 num_sequences=len(lengths),
                 sequence_length=lengths[0],
                 images_per_sequence=images,
@@ -250,7 +250,7 @@ def test_the_estimated_activations_of_a_layer_are_those_that_autograd_saves(trai
     assert isinstance(block, GLMBlock) and isinstance(tower, TransformerLayer)
     width, side = config.hidden_size, config.vision.hidden_size
     rotation = RotaryEmbedding(config)(torch.arange(tokens)[None], torch.float32)
-    batch = Batch(num_sequences=1, sequence_length=tokens)
+    batch = BatchShape(num_sequences=1, sequence_length=tokens)
     expected = language_sizes(config, options, batch).saved_by_autograd
     inputs = torch.randn(1, tokens, width, requires_grad=True), *rotation
     assert saved_channels(block, *inputs, None, None, None, {}) == expected
@@ -300,7 +300,7 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
         )
         for pattern in patterns
     )
-    batch = Batch(num_sequences=1, sequence_length=64, processes=processes)
+    batch = BatchShape(num_sequences=1, sequence_length=64, processes=processes)
     options = make_options(trained, zero_stage=stage, compile=compiled)
     in_bf16 = model_state_bytes(config, options, batch)
     saved = tower_params + lm_params
@@ -373,7 +373,7 @@ def test_explicit_policies_are_kept_and_all_weights_stay_gathered_if_they_fit():
 def test_everything_is_recomputed_and_nothing_compiled_without_a_gpu(trained, layers):
     """Also with a single layer, where all policies have about the same peak."""
     options = EngineOptions(trained=trained, zero_stage=0 if trained == "qlora" else 3)
-    batch = Batch(num_sequences=2, sequence_length=21, processes=2)
+    batch = BatchShape(num_sequences=2, sequence_length=21, processes=2)
     decided = decide_options(tiny_config(num_layers=layers), options, batch, free=0, steps=1000)
     assert (decided.tower, decided.language, decided.compile) == ("full", "full", False)
 

@@ -10,7 +10,7 @@ from glm4v_patched.engine.memory_plan import count_trained
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune import disk
-from glm4v_patched.finetune.disk import checkpoints_at_once, needed_space, saved_bytes
+from glm4v_patched.finetune.disk import max_checkpoints_on_disk, needed_space, saved_bytes
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import recipe
@@ -20,7 +20,7 @@ GB = 10**9
 
 
 def space_of(run_recipe: Recipe) -> disk.DiskSpace:
-    checkpoints = checkpoints_at_once(run_recipe.trainer, run_recipe.data.ends_at_bad_row)
+    checkpoints = max_checkpoints_on_disk(run_recipe.trainer, run_recipe.data.ends_at_bad_row)
     return needed_space(run_recipe.out, ChatGLMConfig(), run_recipe.engine_options(), checkpoints)
 
 
@@ -76,7 +76,7 @@ def test_an_old_checkpoint_goes_when_a_new_one_is_complete(
         f"trainer.{name}": value for name, value in ({"max_steps": None} | trainer_fields).items()
     }
     assert (
-        checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, False, counted)
+        max_checkpoints_on_disk(recipe(changes | {"data.eval": 0.1}).trainer, False, counted)
         == max_checkpoints
     )
 

@@ -122,7 +122,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
         resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu"
     )
     usual = model.model.generation_config
-    matches = generations.answer(model.model, draws=True)
+    matches = generations.answer(model.model, draws_sheet=True)
     assert model.model.generation_config is usual
     alone = Answerer(model, Generation(max_new_tokens=TOKENS))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.
@@ -254,7 +254,10 @@ def test_rows_for_evaluation_count_with_each_field_by_which_they_decide(
     values = {"load_best_model_at_end": False, "save_strategy": "no", "patience": None}
     values |= {name: value}
     plan = SimpleNamespace(
-        arguments=values, loop=SimpleNamespace(patience=values["patience"]), settings={}, files={}
+        arguments=values,
+        loop=SimpleNamespace(patience=values["patience"]),
+        settings={},
+        file_digests={},
     )
     rows = Plan.fingerprint(cast(Any, plan), check_data(resolve_recipe(base_recipe))).rows
     assert (rows.evaluated is not None) is decides

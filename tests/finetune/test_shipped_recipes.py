@@ -9,7 +9,7 @@ import pytest
 from glm4v_patched.cli import main
 from glm4v_patched.engine.memory_plan import (
     GIB,
-    Batch,
+    BatchShape,
     apply_memory_limit,
     decide_options,
     estimate_peak_bytes,
@@ -60,7 +60,7 @@ def test_a_shipped_recipe_fits_the_gpus_that_its_name_says(name):
     # Free GiB of a GPU by its GB.
     free = {"24": 23.5, "80": 79, "141": 139}[size] * GIB
     batch_size = run_recipe.trainer.per_device_train_batch_size
-    batch = Batch(num_sequences=batch_size, sequence_length=2114, processes=int(number))
+    batch = BatchShape(num_sequences=batch_size, sequence_length=2114, processes=int(number))
     options = decide_options(REAL, run_recipe.engine_options(), batch, free)
     assert estimate_peak_bytes(REAL, options, batch) < free - 2 * GIB
     assert (options.offload is True) == name.endswith("_offload")
@@ -80,7 +80,7 @@ def test_memory_of_the_real_size_is_what_was_predicted(row):
     # Measured when the recipe had its first name.
     recipe = shipped(row["recipe"].replace("lora_both", "lora_all"), *changes)
     rows = recipe.trainer.per_device_train_batch_size
-    batch = Batch(num_sequences=rows, sequence_length=2114, processes=row["gpus"])
+    batch = BatchShape(num_sequences=rows, sequence_length=2114, processes=row["gpus"])
     # An H200's memory, less what the driver has of it.
     free = apply_memory_limit(139.8 * GIB, recipe.engine.memory_limit)
     chosen = decide_options(REAL, replace(recipe.engine_options(), **row["policies"]), batch, free)

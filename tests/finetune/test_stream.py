@@ -119,11 +119,11 @@ def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(stream_
     assert plan.steps == 6 and plan.batch.sequence_length == max(checked.column("tokens")) * 5 // 4
     launch(resolve_recipe(stream_recipe), Placement(1, on_cpu=True), dry_run=True)
     output = capsys.readouterr().out
-    assert "a stream, of which were checked: 4 samples" in output and "epoch" not in output
+    assert "a stream; checked before training: 4 samples" in output and "epoch" not in output
 
 
 def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
-    tracker = BadRowTracker(ends=False)
+    tracker = BadRowTracker(ends_run=False)
     for last in (15, 50):
         tracker.record([f"row {number}" for number in range(last)], [])
     tracker.conclude(step=3)

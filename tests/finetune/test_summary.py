@@ -11,7 +11,7 @@ import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.checked_data import CheckedData
-from glm4v_patched.engine.memory_plan import GIB, NON_TORCH_BYTES, Batch
+from glm4v_patched.engine.memory_plan import GIB, NON_TORCH_BYTES, BatchShape
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
@@ -55,7 +55,7 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
     checked = check_data(resolve_recipe(recipe))
     real = ChatGLMConfig()
     monkeypatch.setattr(planning, "load_model_config", lambda base: real)
-    batch = Batch(num_sequences=4, sequence_length=2114, processes=1)
+    batch = BatchShape(num_sequences=4, sequence_length=2114, processes=1)
     monkeypatch.setattr(planning, "largest_batch", lambda *_: batch)
     policies = []
     for free in (140 * GIB, 75 * GIB):
@@ -120,7 +120,7 @@ def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(mine, monkey
         patch.setenv("WORLD_SIZE", "3")
         with words.refused(ValueError, "1 process", "3 take part"):
             plan.require_same_conditions()
-    other = replace(plan, files=plan.files | {"model.safetensors": "another"})
+    other = replace(plan, file_digests=plan.file_digests | {"model.safetensors": "another"})
     with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
         other.require_same_conditions()
     monkeypatch.setattr(planning, "min_free_gpu_memory", lambda limit: 40 * GIB)
@@ -237,7 +237,9 @@ def doubts(changes, rows=64, steps=100) -> list[str]:
     """Return the warnings for a run of two processes."""
     arguments = arguments_of(recipe(SANE | changes), steps)
     batch = 2 * 4 * arguments["gradient_accumulation_steps"]
-    plan = SimpleNamespace(arguments=arguments, rows=rows, effective_batch=batch, is_streamed=False)
+    plan = SimpleNamespace(
+        arguments=arguments, num_rows=rows, effective_batch=batch, is_streamed=False
+    )
     return list(find_warnings(plan))
 
 

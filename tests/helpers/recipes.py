@@ -11,7 +11,7 @@ from torch import nn
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
-from glm4v_patched.engine.memory_plan import Batch, decide_options
+from glm4v_patched.engine.memory_plan import BatchShape, decide_options
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.recipe.file import write_values
 from glm4v_patched.finetune.recipe.model import resolve_base
@@ -22,7 +22,7 @@ from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import WORKERS, Ended, run_ranks
 
-BATCH = Batch(num_sequences=1, sequence_length=2114, processes=2)
+BATCH = BatchShape(num_sequences=1, sequence_length=2114, processes=2)
 LEAST = {
     "model": "m",
     "out": "o",

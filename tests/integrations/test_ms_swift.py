@@ -95,11 +95,11 @@ def test_several_images_keep_their_order(template, folder):
 
 def test_image_tags_and_tokens_without_an_image_are_refused(template, folder):
     messages = [user("<image><image>Which?"), assistant("That.")]
-    message = "images is 1, and that of <image> tags in its messages is 2"
+    message = "a sample has 1 image, and its messages have 2 <image> tags"
     with pytest.raises(ValueError, match=message):
         encode(template, messages, [folder / "red.png"])
     messages = [user("<|begin_of_image|>What?"), assistant("That.")]
-    message = r"images is 0, and that of <\|begin_of_image\|> tokens is 1"
+    message = r"a sample has 0 images, and its texts have 1 <\|begin_of_image\|> token"
     with pytest.raises(ValueError, match=message):
         encode(template, messages)
 

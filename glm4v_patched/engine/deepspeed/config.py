@@ -81,7 +81,7 @@ def require_deepspeed() -> None:
     elif not Requirement(SUPPORTED_DEEPSPEED).specifier.contains(
         installed := version("deepspeed"), prereleases=True
     ):
-        missing = f"a tested DeepSpeed, {installed} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
+        missing = f"a tested DeepSpeed instead of {installed}: {pip_install(SUPPORTED_DEEPSPEED)}"
     if missing:
         raise RuntimeError(f"cannot train here; missing: {missing}")
     if version("transformers") == "5.1.0":

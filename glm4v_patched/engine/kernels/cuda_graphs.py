@@ -17,9 +17,9 @@ from ...remote.visual import EVA2CLIPModel
 class CudaGraphCallable:
     """Wraps a model or function whose calls are captured as a CUDA graph.
 
-    The first call runs eagerly, the second is captured, and later ones replay the graph. A call
-    whose arguments differ from the last call's in more than the contents of tensors is a first call
-    again.
+    The first call runs eagerly, the second is captured, and later ones replay the graph. If a call
+    has a tensor of another shape, dtype or device than the last call, or another value of any other
+    argument, it counts as a first call again.
 
     Replays write their outputs to the tensors that the captured call returned. A cache among the
     arguments must be updated in place, as ``StaticCache`` is.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...remote.visual import VisionMLP as MLP
+from ...remote.visual import VisionMLP
 from ..deepspeed import internals
 from . import skinny_gemm
 from .e4m3 import E4M3
@@ -192,7 +192,7 @@ class Fp8StoredLinear(nn.Linear):
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
 
 
-class FrozenTowerMLP(MLP):
+class FrozenTowerMLP(VisionMLP):
     """MLP of a vision tower that receives no gradient; GELU's kernel quantizes the input of
     ``fc2``."""
 

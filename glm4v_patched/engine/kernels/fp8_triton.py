@@ -14,7 +14,7 @@ from torch import Tensor
 from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
 from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import MAX_M, SplitKPartials
-from .skinny_gemm_triton import kernel_args, load_row
+from .skinny_gemm_triton import load_row, load_row_args
 
 
 @triton.jit
@@ -100,8 +100,7 @@ def triton_activate(  # the prefix makes our kernels easy to find in profiles
 ):
     """Compute one group of channels of one row.
 
-    :func:`load_row` explains ``x``, ``scale``, ``bias`` and the flags of these tensors.
-    ``gelu_bias`` is added before GELU.
+    ``x`` may be split-K partial sums: see :func:`load_row`. ``gelu_bias`` is added before GELU.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # offsets may pass 2**31
@@ -189,17 +188,17 @@ def _launch_activate(
     in_channels, out_channels = x.shape[-1], out.shape[-1]
     if not (rows := out.numel() // out_channels):
         return
-    tensors, flags = kernel_args(x)
+    row_args, row_constexprs = load_row_args(x)
     use_pdl, block = supports_pdl(out.device), triton.next_power_of_2(group_size)
     # 8 warps are the fastest of 4, 8 and 16 for quantizing GELU of 15,360 channels on an H200.
     channels_per_warp = 1024 if scales is not None and rows > MAX_M else 256
     warps = min(max(block // channels_per_warp, 1), 8)
     with torch.cuda.device_of(out):
         triton_activate[rows, triton.cdiv(out_channels, group_size)](
-            *tensors, out if bias is None else bias.contiguous(), out,
-            out if scales is None else scales, in_channels, out_channels, *flags, bias is not None,
-            E4M3_MAX, AMAX_FLOOR, group_size, block, function, scales is not None, use_pdl,
-            launch_pdl=use_pdl, num_warps=warps,
+            *row_args, out if bias is None else bias.contiguous(), out,
+            out if scales is None else scales, in_channels, out_channels, *row_constexprs,
+            bias is not None, E4M3_MAX, AMAX_FLOOR, group_size, block, function, scales is not None,
+            use_pdl, launch_pdl=use_pdl, num_warps=warps,
         )  # fmt: skip
 
 

@@ -184,13 +184,13 @@ class InferenceSelfAttention(SelfAttention):
             return super().forward(x_BRD, *inputs)
         from .inference_triton import flash_decode, rope_and_update_cache  # needs Triton
 
-        heads = _fused_linear(self, "query_key_value", x_BRD)
+        qkv = _fused_linear(self, "query_key_value", x_BRD)
         query_BHC = rope_and_update_cache(
-            heads, self.split_sizes, cos, sin, self.config.rotary_distance, cache_layer
+            qkv, self.split_sizes, cos, sin, self.config.rotary_distance, cache_layer
         )
         quantizes = (
             self.can_fuse("dense")
-            and _takes_fp8(self.dense, heads)
+            and _takes_fp8(self.dense, qkv)
             and skinny_gemm.is_supported(len(query_BHC), self.dense.weight)
             and self.head_dim == skinny_gemm.BLOCK_K
         )
@@ -234,8 +234,8 @@ class InferenceSelfAttention(SelfAttention):
             return super().rotate(heads_BRHC, cos, sin)
         from .inference_triton import rope_in_place  # needs Triton
 
-        query_heads, groups, _ = self.split_sizes
-        rope_in_place(heads_BRHC, query_heads + groups, cos, sin, self.config.rotary_distance)
+        num_rotated_heads = sum(self.split_sizes[:2])  # queries and keys
+        rope_in_place(heads_BRHC, num_rotated_heads, cos, sin, self.config.rotary_distance)
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 
@@ -248,7 +248,7 @@ def _add(x: Tensor, y: Tensor | SplitKPartials) -> Tensor:
 
 def _takes_fp8(layer: nn.Module, x: Any) -> bool:
     """Return whether a linear layer that may be fused accepts an :class:`Fp8Tensor` instead of
-    ``x``. It then has one scale per row or, for a skinny GEMM, one per group of channels."""
+    ``x``, with one scale per row or, for a skinny GEMM, per group of channels."""
     return isinstance(layer, Fp8StoredLinear) and x.dtype == torch.bfloat16
 
 
@@ -274,16 +274,16 @@ def linear_or_partials(layer: nn.Module, x: Any) -> Any:
 
 
 def _fused_linear(module: Any, name: str, x: Any) -> Any:
-    """Return the output of a linear submodule, or maybe partial sums if it may be fused."""
+    """Return the output of a linear submodule; partial sums are possible if it may be fused."""
     layer = getattr(module, name)
     return linear_or_partials(layer, x) if module.can_fuse(name) else layer(x)
 
 
 def _output_linear(module: Any, name: str, x: Any) -> Any:
-    """Return a module's output by its last linear submodule.
+    """Apply the last linear submodule of a module to ``x``.
 
-    The output may be partial sums, which the block reduces, unless the module has a hook: hooks
-    expect a tensor.
+    The output may be partial sums, which the block reduces, unless the module has a hook, which
+    expects a tensor.
     """
     return _fused_linear(module, name, x) if module.can_fuse("") else getattr(module, name)(x)
 

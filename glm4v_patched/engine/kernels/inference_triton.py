@@ -16,7 +16,7 @@ from .fp8_matmul import Fp8Tensor
 from .fp8_triton import store_quantized
 from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import BLOCKS_PER_SM, SplitKPartials, num_sms
-from .skinny_gemm_triton import TL_DTYPES, kernel_args, load_row
+from .skinny_gemm_triton import TL_DTYPES, load_row, load_row_args
 
 # Option of a kernel: no fused multiply-add, which would skip the rounding between product and sum
 # that torch does.
@@ -27,7 +27,8 @@ NO_FP_FUSION = {"enable_fp_fusion": False}
 BLOCK_KEYS, BLOCK_HEADS, MAX_KEY_SPLITS = 64, 16, 64
 LOG2_E = 1.4426950408889634
 
-# Shapes: B sequences, R positions, H query heads, G key-value heads (groups), C channels of a head.
+# Shapes: B sequences, R positions, H query heads, G key-value heads, C channels of a head.
+# Kernels do not read out_scales without fp8. use_pdl: programmatic dependent launch (pdl.py).
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def triton_add_rms_norm(
 ):
     """Write ``x + y`` of one row to ``total`` if ``adds``, and the normalized sum to ``out``.
 
-    Without ``adds``, the sum is ``x``. :func:`load_row` explains the arguments about ``y``.
+    Without ``adds``, the sum is ``x``. ``y`` may be split-K partial sums: see :func:`load_row`.
     """
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -121,7 +122,7 @@ def triton_add_rms_norm(
 
 @triton.jit
 def triton_rope_and_update_cache(
-    heads,
+    qkv,
     scale,
     bias,
     NUM_PARTIALS: tl.constexpr,
@@ -133,7 +134,7 @@ def triton_rope_and_update_cache(
     cache_length,
     num_channels,
     query_heads,
-    groups,
+    kv_heads,
     max_cache_len,
     dtype: tl.constexpr,
     is_partials: tl.constexpr,
@@ -146,10 +147,9 @@ def triton_rope_and_update_cache(
 ):
     """Write one head of one sequence: a query, or a key or value of the cache.
 
-    :func:`load_row` explains the arguments about ``heads``: the queries, keys and values.
-    For the channels of a head that RoPE does not rotate, the cosine is 1 and the sine 0. The two
-    channels of a rotated pair are ``DISTANCE`` apart, a power of two, so XOR with it turns the
-    index of one channel into that of the other.
+    ``qkv`` may be split-K partial sums: see :func:`load_row`. RoPE does not rotate all channels of
+    a head: for the others, the cosine is 1 and the sine 0. ``DISTANCE`` is a power of two, so
+    ``channel ^ DISTANCE`` is the other channel of the rotated pair that contains ``channel``.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
@@ -157,12 +157,12 @@ def triton_rope_and_update_cache(
     columns = head * HEAD_DIM + channels
     mask = columns < num_channels
     value = load_row(
-        heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns, mask, dtype,
+        qkv, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns, mask, dtype,
         is_partials, is_scaled, has_bias,
     )  # fmt: skip
-    if head < query_heads + groups:
+    if head < query_heads + kv_heads:
         neighbor = load_row(
-            heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ DISTANCE, mask,
+            qkv, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ DISTANCE, mask,
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         # Round each product to the dtype of the angles, as torch does.
@@ -174,15 +174,15 @@ def triton_rope_and_update_cache(
         tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, value.to(dtype))
     else:
         position = tl.load(cache_length)
-        cache_row = (row * groups + (head - query_heads) % groups) * max_cache_len + position
-        cache = keys if head < query_heads + groups else values
+        cache_row = (row * kv_heads + (head - query_heads) % kv_heads) * max_cache_len + position
+        cache = keys if head < query_heads + kv_heads else values
         fits = (position < max_cache_len) & mask
         tl.store(cache + cache_row * HEAD_DIM + channels, value.to(dtype), mask=fits)
 
 
 @triton.jit
 def triton_rope_in_place(
-    heads,
+    qkv,
     cos,
     sin,
     row_stride,
@@ -200,7 +200,7 @@ def triton_rope_in_place(
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     channels = tl.arange(0, 2 * NUM_PAIRS)
-    pointers = heads + row * row_stride + head * head_dim + channels[None, :]
+    pointers = qkv + row * row_stride + head * head_dim + channels[None, :]
     value = tl.load(pointers, mask=head < num_rotated_heads, other=0.0)
     paired = tl.reshape(value, (BLOCK_HEADS, NUM_PAIRS // DISTANCE, 2, DISTANCE))
     first, second = tl.split(tl.permute(paired, (0, 1, 3, 2)))
@@ -212,7 +212,7 @@ def triton_rope_in_place(
     sine = tl.load(sin + row * angle_stride + channels).to(tl.float32)
     cos_term = (value.to(tl.float32) * cosine[None, :]).to(angle_dtype).to(tl.float32)
     sin_term = (neighbor.to(tl.float32) * sine[None, :]).to(angle_dtype).to(tl.float32)
-    rotated = (cos_term + sin_term).to(angle_dtype).to(heads.dtype.element_ty)
+    rotated = (cos_term + sin_term).to(angle_dtype).to(qkv.dtype.element_ty)
     tl.store(pointers, rotated, mask=head < num_rotated_heads)
 
 
@@ -229,8 +229,8 @@ def triton_attend_to_split(
     mask_row_stride,
     mask_key_stride,
     max_cache_len,
-    groups,
-    heads_per_group,
+    kv_heads,
+    heads_per_kv_head,
     blocks_per_split,
     scale,
     HEAD_DIM: tl.constexpr,
@@ -238,20 +238,20 @@ def triton_attend_to_split(
     BLOCK_KEYS: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Attend to one split of the keys, for the query heads of one key-value group.
+    """Attend to one split of the keys, for the query heads that share one key-value head.
 
     The kernel writes the online softmax's state: maximum, sum and unnormalized output of each head.
     The softmax is computed with powers of 2, so ``scale`` includes log2(e).
     """
-    # Reading the length before the PDL wait is safe: the previous decode step wrote it. The length
-    # does not yet count the new key, which the previous kernel writes.
+    # Reading the length before the PDL wait is safe, because the previous decode step wrote it. It
+    # does not count the new key, which the kernel before this one writes, so add 1.
     num_keys = tl.minimum(tl.load(cache_length) + 1, max_cache_len)
     pdl_wait_and_launch(use_pdl)
-    row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    row, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), tl.program_id(0) % kv_heads
     head, channels = tl.arange(0, BLOCK_HEADS), tl.arange(0, HEAD_DIM)
-    is_head = head < heads_per_group
-    head += group * heads_per_group
-    query_rows = row * groups * heads_per_group + head
+    is_head = head < heads_per_kv_head
+    head += kv_head * heads_per_kv_head
+    query_rows = row * kv_heads * heads_per_kv_head + head
     query_pointers = query + query_rows[:, None] * HEAD_DIM + channels[None, :]
     queries = tl.load(query_pointers, mask=is_head[:, None], other=0.0)
     highest = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
@@ -263,7 +263,7 @@ def triton_attend_to_split(
         is_key = positions < num_keys
         mask_pointers = mask + row * mask_row_stride + positions * mask_key_stride
         attends = tl.load(mask_pointers, mask=is_key, other=0)
-        cache_rows = (row * groups + group) * max_cache_len + positions[:, None]
+        cache_rows = (row * kv_heads + kv_head) * max_cache_len + positions[:, None]
         offsets = cache_rows * HEAD_DIM + channels[None, :]
         keys = tl.load(key_cache + offsets, mask=is_key[:, None], other=0.0)
         values = tl.load(value_cache + offsets, mask=is_key[:, None], other=0.0)
@@ -301,7 +301,7 @@ def triton_combine_splits(
     amax_floor: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Combine the splits of one query head, and count the new key in the cache's length."""
+    """Combine the splits of one query head, and increment the cache's length."""
     pdl_wait_and_launch(use_pdl)
     head, split, channels = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
     if head == 0:  # no kernel of this step reads the length any more
@@ -325,7 +325,7 @@ def triton_combine_splits(
 
 
 def rope_and_update_cache(
-    heads: Tensor | SplitKPartials,
+    qkv: Tensor | SplitKPartials,
     sizes: tuple[int, int, int],
     cos_BR1C: Tensor,
     sin_BR1C: Tensor,
@@ -335,28 +335,28 @@ def rope_and_update_cache(
     """Rotate the queries and keys of one new token per sequence, and cache its keys and values.
 
     Args:
-        heads: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
+        qkv: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
         sizes: ``H, G, G``.
         distance: Number of channels between the two of a rotated pair.
-        cache_layer: A ``StaticLayer``. The new keys and values are written behind those that it
-            has; :func:`flash_decode` then increments its length.
+        cache_layer: A ``StaticLayer``. The new keys and values are written after the cached ones;
+            :func:`flash_decode` then increments the layer's length.
 
     Returns:
         The rotated queries ``(B, H, C)``.
     """
-    query_heads, groups, _ = sizes
-    rows, _, num_channels = heads.shape
+    query_heads, kv_heads, _ = sizes
+    rows, _, num_channels = qkv.shape
     head_dim = num_channels // sum(sizes)
     cos, sin = (x.expand(rows, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     query = cache_layer.keys.new_empty(rows, query_heads, head_dim)
-    heads = heads if isinstance(heads, SplitKPartials) else heads.contiguous()
-    tensors, flags = kernel_args(heads)
+    qkv = qkv if isinstance(qkv, SplitKPartials) else qkv.contiguous()
+    row_args, row_constexprs = load_row_args(qkv)
     use_pdl = supports_pdl(query.device)
     with torch.cuda.device_of(query):
         triton_rope_and_update_cache[rows, sum(sizes)](
-            *tensors, cos, sin, query, cache_layer.keys, cache_layer.values,
-            cache_layer.cumulative_length, num_channels, query_heads, groups,
-            cache_layer.keys.shape[2], *flags, TL_DTYPES[cos.dtype], head_dim, distance,
+            *row_args, cos, sin, query, cache_layer.keys, cache_layer.values,
+            cache_layer.cumulative_length, num_channels, query_heads, kv_heads,
+            cache_layer.keys.shape[2], *row_constexprs, TL_DTYPES[cos.dtype], head_dim, distance,
             use_pdl, launch_pdl=use_pdl, num_warps=1, **NO_FP_FUSION,
         )  # fmt: skip
     return query
@@ -377,30 +377,30 @@ def flash_decode(
     Returns:
         ``(B, 1, H * C)``.
     """
-    (batch, heads, head_dim), (_, groups, max_cache_len, _) = (
+    (batch, num_heads, head_dim), (_, kv_heads, max_cache_len, _) = (
         query_BHC.shape,
         cache_layer.keys.shape,
     )
     use_pdl, num_blocks = supports_pdl(query_BHC.device), triton.cdiv(max_cache_len, BLOCK_KEYS)
-    # As many splits as fill the GPU once.
-    wanted = BLOCKS_PER_SM * num_sms(query_BHC.device) // (batch * groups)
-    blocks_per_split = triton.cdiv(num_blocks, min(max(wanted, 1), MAX_KEY_SPLITS))
+    # Aim at one wave of thread blocks.
+    splits_per_wave = BLOCKS_PER_SM * num_sms(query_BHC.device) // (batch * kv_heads)
+    blocks_per_split = triton.cdiv(num_blocks, min(max(splits_per_wave, 1), MAX_KEY_SPLITS))
     splits = triton.cdiv(num_blocks, blocks_per_split)
     # One allocation for three tensors, which are split by their numbers of elements.
-    buffer = query_BHC.new_empty(batch * heads, splits, head_dim + 2, dtype=torch.float32)
-    split_max, split_sum, split_out = buffer.view(-1).split(
-        [batch * heads * splits, batch * heads * splits, batch * heads * splits * head_dim]
-    )
-    out = _empty_like(query_BHC.view(batch, 1, heads * head_dim), head_dim if quantizes else 0)
+    num_states = batch * num_heads * splits
+    buffer = query_BHC.new_empty(num_states * (head_dim + 2), dtype=torch.float32)
+    split_max, split_sum, split_out = buffer.split([num_states, num_states, num_states * head_dim])
+    out = _empty_like(query_BHC.view(batch, 1, num_heads * head_dim), head_dim if quantizes else 0)
     out_data, out_scales = out if isinstance(out, Fp8Tensor) else (out, out)
     with torch.cuda.device_of(query_BHC):
-        triton_attend_to_split[batch * groups, splits](
+        triton_attend_to_split[batch * kv_heads, splits](
             query_BHC, cache_layer.keys, cache_layer.values, cache_layer.cumulative_length, mask,
             split_max, split_sum, split_out, mask.stride(0) if len(mask) > 1 else 0, mask.stride(3),
-            max_cache_len, groups, heads // groups, blocks_per_split, head_dim**-0.5 * LOG2_E,
+            max_cache_len, kv_heads, num_heads // kv_heads, blocks_per_split,
+            head_dim**-0.5 * LOG2_E,
             head_dim, BLOCK_HEADS, BLOCK_KEYS, use_pdl, launch_pdl=use_pdl, num_warps=4,
         )  # fmt: skip
-        triton_combine_splits[batch * heads,](
+        triton_combine_splits[batch * num_heads,](
             split_max, split_sum, split_out, cache_layer.cumulative_length, out_data, out_scales,
             splits, TL_DTYPES[query_BHC.dtype], head_dim, triton.next_power_of_2(splits),
             quantizes, E4M3_MAX, AMAX_FLOOR, use_pdl, launch_pdl=use_pdl, num_warps=4,
@@ -411,7 +411,7 @@ def flash_decode(
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + norm(y)`` twice; the second one is in fp8 if ``quantizes``.
+    """Return ``x + norm(y)``, and the same sum in fp8 (unchanged if ``quantizes`` is false).
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16.
     """
@@ -432,9 +432,9 @@ def layer_norm_add(
 def add_rms_norm(
     x: Tensor, norm: RMSNorm, y: Tensor | SplitKPartials | None, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + y`` and ``norm(x + y)``, the latter in fp8 if ``quantizes``.
+    """Return ``x + y``, and ``norm(x + y)``, which is in fp8 if ``quantizes``.
 
-    ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16; ``y`` of None is zero.
+    ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16; None for ``y`` means zero.
     """
     x, hidden_size, use_pdl = x.contiguous(), x.shape[-1], supports_pdl(x.device)
     total = x if y is None else torch.empty_like(x)
@@ -443,12 +443,13 @@ def add_rms_norm(
     block = triton.next_power_of_2(hidden_size)
     if rows := x.numel() // hidden_size:
         y = x if y is None else y
-        tensors, flags = kernel_args(y if isinstance(y, SplitKPartials) else y.contiguous())
+        y = y if isinstance(y, SplitKPartials) else y.contiguous()
+        row_args, row_constexprs = load_row_args(y)
         with torch.cuda.device_of(x):
             triton_add_rms_norm[(rows,)](
-                x, *tensors, norm.weight, total, out, out_scales, hidden_size, norm.eps, *flags,
-                block, total is not x, quantizes, E4M3_MAX, AMAX_FLOOR, use_pdl, launch_pdl=use_pdl,
-                num_warps=8, **NO_FP_FUSION,
+                x, *row_args, norm.weight, total, out, out_scales, hidden_size, norm.eps,
+                *row_constexprs, block, total is not x, quantizes, E4M3_MAX, AMAX_FLOOR, use_pdl,
+                launch_pdl=use_pdl, num_warps=8, **NO_FP_FUSION,
             )  # fmt: skip
     return total, normalized
 
@@ -469,13 +470,13 @@ def rope_in_place(
     heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: int
 ) -> None:
     """Rotate the first heads of a contiguous ``(B, R, H, C)`` in place, like ``apply_rotary``."""
-    batch, length, heads, head_dim = heads_BRHC.shape
+    batch, length, num_heads, head_dim = heads_BRHC.shape
     cos, sin = (x.expand(batch, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     if rows := batch * length:
-        # RoPE rotates the first half of the channels, in pairs.
-        sizes = head_dim // 4, distance, triton.next_power_of_2(num_rotated_heads)
+        pairs = head_dim // 4  # RoPE rotates the first half of the channels
+        block_heads = triton.next_power_of_2(num_rotated_heads)
         with torch.cuda.device_of(heads_BRHC):
             triton_rope_in_place[(rows,)](
-                heads_BRHC, cos, sin, heads * head_dim, head_dim, num_rotated_heads, head_dim,
-                *sizes, num_warps=4, **NO_FP_FUSION,
+                heads_BRHC, cos, sin, num_heads * head_dim, head_dim, num_rotated_heads, head_dim,
+                pairs, distance, block_heads, num_warps=4, **NO_FP_FUSION,
             )  # fmt: skip

@@ -42,14 +42,14 @@ def rope_in_place(
 
 
 def rope_and_update_cache(
-    heads: Tensor | SplitKPartials,
+    qkv: Tensor | SplitKPartials,
     sizes: tuple[int, int, int],
     cos: Tensor,
     sin: Tensor,
     distance: int,
     cache_layer: Any,
 ) -> Tensor:
-    heads_BRHC = to_tensor(heads).unflatten(-1, (sum(sizes), -1)).clone()
+    heads_BRHC = to_tensor(qkv).unflatten(-1, (sum(sizes), -1)).clone()
     rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin, distance)
     query, key, value = heads_BRHC.transpose(1, 2).split(sizes, dim=1)
     StaticLayer.update(cache_layer, key, value)
@@ -81,7 +81,7 @@ def activate(x: Tensor | SplitKPartials, function: str) -> Tensor:
 def activate_and_quantize_rows(
     x: Tensor | SplitKPartials, bias: Tensor | None, function: str, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale for a whole row, where the kernel has one for each group."""
+    """Quantize with one scale per row; the kernel has one per group of channels."""
     assert (bias, function) == (None, "swiglu"), "as inference_layers.py calls it"
     return fp8_matmul.quantize_rows(activate(x, function).flatten(0, -2))
 
@@ -94,7 +94,7 @@ def reduce_partials(x: SplitKPartials, residual: Tensor | float = 0.0) -> Tensor
 
 
 def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Return the whole product as one partial sum, where the kernel splits K."""
+    """Return the complete product as a single partial sum; only the kernel splits K."""
     x = x.float() if scales is None else x.float() * scales
     return torch.stack([x @ weight.float().T])
 

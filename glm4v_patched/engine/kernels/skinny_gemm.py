@@ -57,8 +57,8 @@ def num_splits(n: int, k: int, sms: int) -> int:
     A product whose N alone fills the GPU has one split.
     """
     wanted = max(BLOCKS_PER_SM * sms // (n // BLOCK_N), 1)
-    # Splits of a whole number of blocks may need fewer splits than wanted: divide once more, so
-    # that no split is empty.
+    # Each split has a whole number of blocks, so fewer splits than wanted may cover K. Divide once
+    # more, so that no split is empty.
     return -(-(k // BLOCK_K) // k_blocks_per_split(k, min(wanted, k // BLOCK_K)))
 
 

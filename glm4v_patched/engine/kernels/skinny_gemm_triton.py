@@ -159,8 +159,8 @@ def triton_reduce_partials(
     tl.store(out + offsets, total.to(dtype), mask=mask)
 
 
-def kernel_args(x: Tensor | SplitKPartials) -> tuple[tuple, tuple]:
-    """Return the arguments with which kernels pass ``x`` to :func:`load_row`.
+def load_row_args(x: Tensor | SplitKPartials) -> tuple[tuple, tuple]:
+    """Return the arguments that a kernel needs to pass ``x`` to :func:`load_row`.
 
     Returns:
         ``(x, scale, bias, NUM_PARTIALS)`` and ``(dtype, is_partials, is_scaled, has_bias)``. A
@@ -170,8 +170,8 @@ def kernel_args(x: Tensor | SplitKPartials) -> tuple[tuple, tuple]:
         return (x, x, x, 0), (TL_DTYPES[x.dtype], False, False, False)
     partials, is_scaled, has_bias = x.partials, x.scale is not None, x.bias is not None
     scale, bias = x.scale if is_scaled else partials, x.bias if has_bias else partials
-    flags = TL_DTYPES[x.dtype], True, is_scaled, has_bias
-    return (partials, scale, bias, len(partials)), flags
+    constexprs = TL_DTYPES[x.dtype], True, is_scaled, has_bias
+    return (partials, scale, bias, len(partials)), constexprs
 
 
 def reduce_partials(x: SplitKPartials, residual: Tensor | None = None) -> Tensor:
@@ -179,11 +179,11 @@ def reduce_partials(x: SplitKPartials, residual: Tensor | None = None) -> Tensor
     _, rows, columns = x.partials.shape
     out = x.partials.new_empty(x.shape, dtype=x.dtype)
     block, use_pdl = 512, supports_pdl(out.device)
-    tensors, (dtype, _, *flags) = kernel_args(x)
+    row_args, (dtype, _, *has_scale_and_bias) = load_row_args(x)
     with torch.cuda.device_of(out):
         triton_reduce_partials[triton.cdiv(columns, block), rows](
-            *tensors, out if residual is None else residual.contiguous(), out, rows, columns, dtype,
-            *flags, residual is not None, block, use_pdl, launch_pdl=use_pdl,
+            *row_args, out if residual is None else residual.contiguous(), out, rows, columns,
+            dtype, *has_scale_and_bias, residual is not None, block, use_pdl, launch_pdl=use_pdl,
         )  # fmt: skip
     return out
 

@@ -56,7 +56,7 @@ class Data(Section):
     matches is logged, and the images with their answers are drawn to answers.png in out; 0 for
     none."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
-    """Maximum number of tokens of such an answer."""
+    """Maximum number of tokens of an answer to a row of data.eval."""
     format: Annotated[FormatName, MAY_CHANGE] = "auto"
     """Format of the rows; "auto": by the keys of a file's first row."""
     columns: Annotated[
@@ -67,7 +67,7 @@ class Data(Section):
     """For rows of no known format: which columns are question, answer, image, system, turns (a
     list) and history, as {question: "Question: {question}", answer: answer, image: image}."""
     max_samples: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Read only the first rows of each set, so many; null: all."""
+    """Maximum number of rows of each set to read, from the first on; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
     """Folder to which image paths are relative; null: the folder of the file with the rows."""
     image_root: Annotated[Text | None, MAY_CHANGE] = None
@@ -87,19 +87,19 @@ class Data(Section):
     """Which rows of each set are read and decoded before the first step: all, none or first N; the
     others are checked while training. null: all, or "first 1000" of a stream."""
     stream: bool | None = None
-    """Read the rows while training instead of all of them before: the first step comes at once,
+    """Read the rows while training, not all of them before it: the first step comes at once,
     however many rows there are. The run's length is then trainer.max_steps, and a set's weight is
     how often it is sampled, relative to the others. null: stream if not all rows are checked."""
     shuffle_buffer: AtLeastOne = 1000
-    """For a stream: the next row is picked at random from a buffer of so many rows, of all sets
-    together, that each process reads ahead."""
+    """For a stream: the number of rows that each process reads ahead, of all sets together. The
+    next row is picked at random from them."""
     on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
     """What to do about rows that cannot be used: fail with a list of them, or skip them. A stream
     fails with a checkpoint, and with the file and line of the row."""
     reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
     """Run each image through the vision tower, which must be frozen, only once, and cache its
-    features: in the folder named, or, if true, in the memory of each process, up to 16 GiB. The
-    latter helps a single process only: several get other images in each epoch."""
+    features: in the folder named, or, if true, in the memory of each process, up to 16 GiB. Memory
+    helps a single process only, because several processes get other images in each epoch."""
 
     @property
     def is_streamed(self) -> bool:

@@ -90,7 +90,7 @@ class Document:
         return RecipeError(lines, [problem.name for problem in problems])
 
     def _location(self, name: str) -> str:
-        """Return ``FILE:LINE: `` of a dotted name, or of its section if the file lacks the name; or
+        """Return ``FILE:LINE: `` of a dotted name, or of the section if the file lacks the name; or
         ``command line: ``."""
         names = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
         line = next((self.lines[outer] for outer in names if outer in self.lines), None)

@@ -19,9 +19,9 @@ from ...engine.options import (
 )
 from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
-from .trainer import METRIC_SCHEDULES
+from .trainer import SCHEDULES_BY_METRIC
 
-# The module of each logger whose module has another name.
+# Python modules of the loggers that are not named like their module.
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
@@ -81,22 +81,22 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "lora.use_dora with engine.zero_stage 3: DoRA computes norms of full weights, and "
             "ZeRO-3 shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
         )
-    another = "another, or engine.fp8 to be false"
     fp8_conflicts = [
-        (is_qlora, f"trained qlora, with weights in 4 bits; expected {another}"),
+        (is_qlora, "trained qlora, with weights in 4 bits; expected another value of trained"),
         (
             get("engine.precision") == "fp32",
-            f"engine.precision fp32: matrix products in fp8 return bf16; expected {another}",
+            "engine.precision fp32: matrix products in fp8 return bf16; expected bf16",
         ),
         (
             has_dora,
-            "lora.use_dora: DoRA computes norms of weights, which are then in fp8; expected one of "
-            "them to be false",
+            "lora.use_dora: DoRA computes norms of the weights, which engine.fp8 stores in fp8; "
+            "expected lora.use_dora to be null",
         ),
     ]
     for is_conflict, text in fp8_conflicts:
         if fp8 and is_conflict:
-            yield RecipeProblem("engine.fp8", f"engine.fp8 with {text}")
+            message = f"engine.fp8 with {text}, or engine.fp8 to be false"
+            yield RecipeProblem("engine.fp8", message)
 
 
 def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
@@ -109,9 +109,8 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         and os.path.isdir(model)
         and not os.path.isfile(os.path.join(model, "adapter_config.json"))
     ):
-        yield RecipeProblem(
-            "revision", f'revision is "{revision}" of {model}, a folder; expected null'
-        )
+        text = f'revision is "{revision}", and {model} is a folder, without one; expected null'
+        yield RecipeProblem("revision", text)
     if trained is None:
         return
     if known.get("data.reuse_features") and trains_vision(trained):
@@ -121,12 +120,12 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "projector: its features change with every step; expected trained to be lm, lora_lm or "
             "qlora, or data.reuse_features to be false",
         )
-    on_language = is_lora(trained) and trained != "lora_all"
+    is_language_lora = is_lora(trained) and trained != "lora_all"
     if isinstance(targets, list | tuple) and not targets:
         yield RecipeProblem(
             "lora.targets", "lora.targets is []; expected at least one layer, or null"
         )
-    if on_language and isinstance(targets, list | tuple) and {*targets} - {*LANGUAGE_TARGETS}:
+    if is_language_lora and isinstance(targets, list | tuple) and {*targets} - {*LANGUAGE_TARGETS}:
         yield RecipeProblem(
             "lora.targets",
             f"lora.targets is {[*targets]}, with layers of the vision tower, and trained is "
@@ -154,7 +153,7 @@ def _data_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         sets = known.get(name)
         problems: list[RecipeProblem] = []
         with collect_problems(problems, name, f"{name}: "):
-            if sets is not None and not isinstance(sets, float):
+            if sets is not None and not isinstance(sets, float):  # a share of the training rows
                 make_sources(sets, {})
         yield from problems
         eval_sets = sets if isinstance(sets, list) and name == "data.eval" and not problems else []
@@ -173,36 +172,30 @@ def _stream_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     if (stream is False and checks_part) or (stream and extent == "all"):
         yield RecipeProblem(
             "data.stream",
-            f"data.stream is {str(stream).lower()}, and data.check {extent}: rows are streamed "
-            "if not all of them are checked; leave out one of the two",
+            f"data.stream is {str(stream).lower()}, and data.check is {extent}: rows are streamed "
+            "if, and only if, data.check is not all; leave out one of the two",
         )
     if not (stream or checks_part):
         return
     eval_sets, eval_strategy = known.get("data.eval"), known.get("trainer.eval_strategy")
-    by_default = eval_sets is not None and _is_null(
-        known, "trainer.eval_strategy", "trainer.eval_steps"
+    evaluates_each_epoch = eval_strategy == "epoch" or (
+        eval_sets is not None and _is_null(known, "trainer.eval_strategy", "trainer.eval_steps")
     )
-    no_end = "when an epoch ends; expected"
+    epoch_end = "end of an epoch; expected trainer."
     unknown = [
-        (
-            _is_null(known, "trainer.max_steps"),
-            "how many rows it has; expected trainer.max_steps",
-        ),
-        (
-            known.get("data.pack_to") is not None,
-            "how long its rows are; expected no data.pack_to",
-        ),
+        (_is_null(known, "trainer.max_steps"), "number of rows; expected trainer.max_steps"),
+        (known.get("data.pack_to") is not None, "lengths of rows; expected no data.pack_to"),
         (
             isinstance(eval_sets, float),
-            "which rows a share holds out; expected a file as data.eval",
+            "set of rows that a share could hold out; expected a file as data.eval",
         ),
-        (known.get("trainer.save_strategy") == "epoch", f"{no_end} save_steps"),
-        (eval_strategy == "epoch" or by_default, f"{no_end} eval_steps"),
-        (known.get("trainer.logging_strategy") == "epoch", f"{no_end} logging_steps"),
+        (known.get("trainer.save_strategy") == "epoch", f"{epoch_end}save_steps"),
+        (evaluates_each_epoch, f"{epoch_end}eval_steps"),
+        (known.get("trainer.logging_strategy") == "epoch", f"{epoch_end}logging_steps"),
     ]
     for is_needed, text in unknown:
         if is_needed:
-            message = f"of a stream (data.stream, data.check) it is not known {text}"
+            message = f"a stream (data.stream, data.check) has no known {text}"
             yield RecipeProblem("data.stream", message)
 
 
@@ -232,7 +225,7 @@ def _strategy_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
 
 
 def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    """Yield problems of fields that need evaluations, or checkpoints beside them."""
+    """Yield problems of fields that need evaluations, or checkpoints at the same steps."""
     get = known.get
     strategy, steps = get("trainer.eval_strategy"), get("trainer.eval_steps")
     loads_best, save_strategy = get("trainer.load_best_model_at_end"), get("trainer.save_strategy")
@@ -243,7 +236,7 @@ def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         "trainer.load_best_model_at_end": loads_best,
         "trainer.early_stopping_patience": get("trainer.early_stopping_patience") is not None,
         "trainer.save_strategy best": save_strategy == "best",
-        f"trainer.lr_scheduler_type {schedule}": schedule in METRIC_SCHEDULES,
+        f"trainer.lr_scheduler_type {schedule}": schedule in SCHEDULES_BY_METRIC,
         "trainer.eval_on_start": get("trainer.eval_on_start"),
     }
     names = [name for name, is_set in needs_evaluation.items() if is_set]
@@ -270,8 +263,8 @@ def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     if are_known and loads_best and differ:
         yield RecipeProblem(
             "trainer.load_best_model_at_end",
-            "trainer.load_best_model_at_end: checkpoints are saved at "
-            f"{saves_at}{f' {save_steps}' if saves_at == 'steps' else ''}, and evaluated at "
-            f"{evaluates_at}{'' if steps is None else f' {steps}'}; expected the same, or "
-            "trainer.save_strategy to be best",
+            "trainer.load_best_model_at_end: save_strategy is "
+            f"{saves_at}{f' (every {save_steps})' if saves_at == 'steps' else ''}, and "
+            f"eval_strategy is {evaluates_at}{'' if steps is None else f' (every {steps})'}; "
+            "expected the same, or trainer.save_strategy to be best",
         )

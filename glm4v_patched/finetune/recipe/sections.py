@@ -92,7 +92,7 @@ class Recipe(Section):
     lora: LoraOptions = LoraOptions()
     engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
-    """Revision of a model on the Hub; if model is a folder of adapters, of their base model."""
+    """Revision of a model on the Hub; for a folder of adapters, the revision of their base."""
     from_scratch: list[Text] = []
     """Prefixes of the names of weights that the model's folder lacks on purpose: these weights are
     randomly initialized. Every other weight must be there."""

@@ -46,7 +46,7 @@ ScheduleName = Literal[
     "warmup_stable_decay",
     "greedy",
 ]
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules that depend on the evaluation metric instead of the step."""
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
 LoggerName = Literal[
@@ -107,24 +107,24 @@ class TrainerFields(Section):
     save_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Save a checkpoint every so many steps."""
     save_total_limit: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Keep only the newest checkpoints, so many, and the best one with load_best_model_at_end;
+    """Number of the newest checkpoints to keep, beside the best one with load_best_model_at_end;
     null: keep all."""
     eval_strategy: StrategyName | None = None
     """When to evaluate on data.eval; null: "epoch" if there is such data, else "no"."""
     eval_steps: AtLeastOne | None = None
     """Evaluate every so many steps."""
     per_device_eval_batch_size: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """null: as per_device_train_batch_size."""
+    """Rows in an evaluation batch of one process; null: as per_device_train_batch_size."""
     load_best_model_at_end: bool = False
     """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
     metric_for_best_model: MetricName = "eval_loss"
-    """Metric that decides which checkpoint is best; exact_match is that of the rows that are
-    answered (data.eval_answers)."""
+    """Metric that decides which checkpoint is best; exact_match is computed from the rows that the
+    model answers (data.eval_answers)."""
     early_stopping_patience: AtLeastOne | None = None
     """Stop after so many evaluations without a better metric_for_best_model (transformers'
     EarlyStoppingCallback); null: never."""
     early_stopping_threshold: NotNegative = 0.0
-    """How much better the metric has to be to count as better."""
+    """An improvement of the metric counts only if it is larger than this."""
     report_to: Annotated[
         LoggerName | list[LoggerName],
         Expected(f"loggers: {', '.join(get_args(LoggerName))}"),
@@ -133,7 +133,7 @@ class TrainerFields(Section):
     """Loggers, such as tensorboard or wandb."""
 
     @property
-    def undeclared_fields(self) -> dict[str, Any]:
+    def passthrough_fields(self) -> dict[str, Any]:
         """Return the fields of the recipe that are passed to ``TrainingArguments`` as they are."""
         return dict(self.model_extra or {})
 
@@ -176,7 +176,7 @@ class TrainerFields(Section):
         The result is 0 if ``dataloader_drop_last`` drops all batches.
         """
         batch_size = self.per_device_train_batch_size
-        if self.undeclared_fields.get("dataloader_drop_last"):
+        if self.passthrough_fields.get("dataloader_drop_last"):
             batches = rows // batch_size // processes
         else:
             batches = math.ceil(math.ceil(rows / batch_size) / processes)
@@ -196,7 +196,7 @@ class TrainerFields(Section):
 
     def log_every(self, steps: int, steps_an_epoch: int) -> int:
         """Return the steps between log entries; the default gives about 50 entries a run."""
-        if self.undeclared_fields.get("logging_strategy") == "epoch":
+        if self.passthrough_fields.get("logging_strategy") == "epoch":
             return steps_an_epoch
         return self.logging_steps or max(steps // 50, 1)
 
@@ -215,12 +215,12 @@ class TrainerFields(Section):
 
         ``eval_delay`` of the recipe counts epochs if the evaluation strategy is "epoch".
         """
-        delay = self.undeclared_fields.get("eval_delay") or 0
+        delay = self.passthrough_fields.get("eval_delay") or 0
         return delay * steps_an_epoch if self.effective_eval_strategy == "epoch" else delay
 
 
 def is_longer(before: Any, now: dict[str, float]) -> bool:
-    """Return whether a run of length ``now`` is longer than one of length ``before``.
+    """Return whether the length ``now`` of a run is greater than the length ``before``.
 
     Args:
         before, now: Values of :attr:`TrainerFields.length`. If one is in epochs and the other in
