@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..atomic import apply_umask
 from ..data.feature_cache import TowerFeatures
 from ..data.stored_rows import ConversationDataset
-from ..data.stream import ROW_PROBLEMS, UNREADABLE, StreamDataset
+from ..data.stream import ROW_PROBLEMS, UNREADABLE_SOURCES, StreamDataset
 from ..data.workers import BATCHES_AHEAD, workers_that_fit
 from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
@@ -161,11 +161,11 @@ class RecipeTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         inputs = self.features.replace_images(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self.features.keep(outputs)
+        self.features.cache_new(outputs)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE, []))
+        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE_SOURCES, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # DeepSpeed has the norm of this step only after the last of its accumulated batches.
@@ -253,7 +253,7 @@ class RecipeTrainer(Trainer):
         with self.compute_loss_context_manager():
             outputs = self.model_wrapped(**inputs, **options)
         if self.features is not None:
-            self.features.keep(outputs)
+            self.features.cache_new(outputs)
         return outputs.loss
 
     def _determine_best_metric(self, metrics, trial) -> bool:

@@ -81,7 +81,7 @@ def train(model, batches, features: TowerFeatures | None = None) -> list[tuple]:
         inputs = inputs if features is None else features.replace_images(inputs)
         output = model(**inputs)
         if features is not None:
-            features.keep(output)
+            features.cache_new(output)
         output.loss.backward()
         steps.append((output.loss.item(), {n: p.grad for n, p in parameters.items()}))
         optimizer.step()

@@ -69,7 +69,7 @@ def train(weights: str, strategy: str, storage: str, folder: Path) -> dict:
         inputs = rank_batch(step)
         output = training(**features.replace_images(inputs) if features else inputs)
         if features:
-            features.keep(output)
+            features.cache_new(output)
         training.backward(output.loss)
         gradients.append(training.gradients())
         losses.append(output.loss.item())
