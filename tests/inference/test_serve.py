@@ -433,7 +433,8 @@ def test_a_request_with_less_room_than_another_is_answered_apart(answerer, monke
     assert batches_of(answerer, monkeypatch, asks) == [1, 1]
     assert events_by_name["short"][-1][:2] == ("length", 60)
     assert (
-        events_by_name["long"][-1].reason == "length" and 0 < events_by_name["long"][-1].tokens < 34
+        events_by_name["long"][-1].reason == "length"
+        and 0 < events_by_name["long"][-1].num_tokens < 34
     )
 
 
