@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
     def wait_for_request(self) -> None:
         """Start the time limit for the next request's head to arrive."""
         self.has_head = self.has_body = False  # whether the request's head and body have arrived
-        self.since = self.loop.time()
+        self.waiting_since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         self.http.connection_made(transport)
         self.timer = self.loop.call_later(1, self._abort_if_silent)
         incomplete = [other for other in self.connections if not other.has_body]
-        incomplete.sort(key=lambda other: other.since)
+        incomplete.sort(key=lambda other: other.waiting_since)
         # Aborted connections count until the event loop's next iteration. They are among the
         # oldest, so they are aborted again, instead of others.
         for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
 
     def _abort_if_silent(self) -> None:
         now, unread = self.loop.time(), self.unread_since
-        is_silent = not self.has_head and now - self.since >= HEAD_TIMEOUT_S
+        is_silent = not self.has_head and now - self.waiting_since >= HEAD_TIMEOUT_S
         if is_silent or (unread is not None and now - unread >= READ_TIMEOUT_S):
             self.transport.abort()
         else:
