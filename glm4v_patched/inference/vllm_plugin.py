@@ -155,8 +155,7 @@ def require_rotation(original_rope: bool, neox_styles: Iterable[bool]) -> None:
     """Raise ``RuntimeError`` unless vLLM's layers rotate as the config says.
 
     Args:
-        original_rope: The config's setting. False means that channels half of the rotated channels
-            apart form pairs (rotate_half), which vLLM calls neox style.
+        original_rope: The config's setting. False is rotate_half, which vLLM calls neox style.
         neox_styles: ``is_neox_style`` of each rotary embedding of vLLM's model.
     """
     if any(style is original_rope for style in neox_styles):
