@@ -54,7 +54,7 @@ def _make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = _make_parser().parse_args(argv)
     try:
-        # Each phase has a line of its own; this one is for what is between them.
+        # Long steps have a line of their own; this line is shown between them.
         with show_progress(f"hub_upload {options.command}"):
             return _run_command(options)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Build the folder that is published: our code beside the original's weights and vocabulary.
 
 The build is deterministic: the same source and code give the same bytes with every supported
-transformers. So no file names the version of the running transformers.
+version of transformers, so no file contains that version.
 """
 
 import json
@@ -29,7 +29,7 @@ from glm4v_patched.remote.configuration_chatglm import refuse_remote_code
 from glm4v_patched.terminal_text import format_bytes, show_progress
 
 from .checks import check_loading, check_weight_files
-from .evaluation import show_evaluation
+from .evaluation import add_evaluation
 from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
 from .manifest import (
@@ -53,8 +53,8 @@ class PublishedModel(NamedTuple):
     """A model whose weights are published with our code."""
 
     id: str
-    architectures: list[str]  # in its config.json; saving a loaded model writes another class
-    name: str  # in the model card, and in the default --name
+    architectures: list[str]  # of its config.json; a model that transformers saved has others
+    name: str  # for the model card and the default of --name
 
 
 # By original_rope of the config.
@@ -126,7 +126,7 @@ def _read_repository(text: str) -> SourceFiles:
 
 
 def published_model(source: SourceFiles) -> PublishedModel:
-    """Return the published model of the same kind as a source."""
+    """Return the published model that a source's config belongs to."""
     return PUBLISHED_MODELS[source.read_json(CONFIG).get("original_rope") is not False]
 
 
@@ -134,8 +134,8 @@ def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) ->
     """Return how the weights were trained, or None for original weights.
 
     The description comes from the options, or from the manifest of an earlier build. Raises
-    ``ValueError`` if there are adapters beside the weights, or signs of training that neither
-    describes.
+    ``ValueError`` if there are adapters beside the weights, or signs of training without a
+    description.
     """
     if adapters := ", ".join(sorted(ADAPTER_FILES & source.files.keys())):
         raise ValueError(
@@ -194,17 +194,17 @@ def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifes
 
 
 def build_contents(
-    source: SourceFiles, name: str, licensed_at: str | None = None
+    source: SourceFiles, name: str, origin_license_name: str | None = None
 ) -> dict[str, bytes]:
     """Return all files except the weights, by name.
 
     Args:
         name: Id of the repository, for the model card.
-        licensed_at: Name of the license file at the origin of the weights, if ``source`` has this
-            file under another name.
+        origin_license_name: Name of the license file in the repository of the weights, if it has
+            another name in ``source``.
 
     Raises:
-        ValueError: The published code would refuse a setting; the error names its file and key.
+        ValueError: A setting cannot be published; the error names its file and key.
     """
     our_license = (REPOSITORY_ROOT / "LICENSE").read_bytes()
     pyproject = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -215,17 +215,17 @@ def build_contents(
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
-    # Find the license of the weights. A source that we built also has a LICENSE, of our code.
+    # Find the license of the weights. In a source that we built, LICENSE is that of our code.
     names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
     license_name = next((n for n in names if texts.get(n) not in (None, our_license)), None)
     if license_name:
         files[WEIGHTS_LICENSE] = texts[license_name]
-    files["README.md"] = _card(source, name, license_name, licensed_at, dependencies)
+    files["README.md"] = _card(source, name, license_name, origin_license_name, dependencies)
     return add_manifest(files, source)
 
 
 def _refuse_settings(source: SourceFiles) -> None:
-    """Raise ``ValueError`` for settings without which a model would be published as another one."""
+    """Raise ``ValueError`` for settings that run code, or change answers and are not published."""
     if quantized := source.read_json(CONFIG).get("quantization_config"):
         raise ValueError(
             f"{source.name}: {CONFIG} has quantization_config {json.dumps(quantized):.80}; "
@@ -237,8 +237,8 @@ def _refuse_settings(source: SourceFiles) -> None:
         if file == CONFIG:
             continue
         values = source.read_json(file)
-        known = vars(GenerationConfig()).keys() & values.keys() - GENERATION_KEYS
-        for key in sorted(known):
+        not_taken_over = vars(GenerationConfig()).keys() & values.keys() - GENERATION_KEYS
+        for key in sorted(not_taken_over):
             raise ValueError(
                 f"{source.name}: {file} has {key} {json.dumps(values[key]):.80}, which changes how "
                 "answers are computed: remove it, and pass it to generate instead"
@@ -263,15 +263,17 @@ def _card(
     source: SourceFiles,
     name: str,
     license_name: str | None,
-    licensed_at: str | None,
+    origin_license_name: str | None,
     dependencies: list[str],
 ) -> bytes:
     """Render the model card, README.md."""
     fine_tune, origin, published = source.fine_tune, source.origin, published_model(source)
-    from_hub = origin and origin.repository
+    origin_repository = origin and origin.repository
     address = f"{published.id}/blob/main/LICENSE"  # of the weights' license on the Hub
     if origin and license_name:
-        address = f"{origin.repository}/blob/{origin.revision}/{licensed_at or license_name}"
+        address = (
+            f"{origin.repository}/blob/{origin.revision}/{origin_license_name or license_name}"
+        )
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     card = environment.from_string(template).render(
@@ -280,11 +282,11 @@ def _card(
         requirements=" ".join(f'"{line}"' for line in dependencies),
         model=published.name,
         is_cogagent=published.name == "cogagent-9b",
-        base_model=fine_tune.base if fine_tune else from_hub or published.id,
+        base_model=fine_tune.base if fine_tune else origin_repository or published.id,
         trained=fine_tune and fine_tune.trained,
-        is_published=from_hub == published.id and not fine_tune,
+        is_published=origin_repository == published.id and not fine_tune,
         revision=origin and origin.revision,
         license_link=f"https://huggingface.co/{address}",
         license_file=license_name and WEIGHTS_LICENSE,
     )
-    return show_evaluation(card, name, source.evaluation).encode()
+    return add_evaluation(card, name, source.evaluation).encode()

@@ -111,7 +111,7 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
 def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)) -> str:
     """Run :mod:`load_check` with each interpreter on a copy of the checked bytes.
 
-    Returns the summaries. Raises ``ValueError`` if the published code fails.
+    Returns the summaries. Raises ``ValueError`` if the folder's code fails.
     """
     summaries = []
     with TemporaryDirectory() as home:

@@ -19,11 +19,11 @@ def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) ->
     """Read a ``metrics.json``; without ``path`` and ``data``, return None.
 
     Args:
-        data: What the rows are: an id on the Hub, or words.
-        source: The files that are published, whose weights must be those that were evaluated.
+        data: Id of the data set on the Hub, or a description of it.
+        source: The files to publish; their weights must be those that were evaluated.
 
     Raises:
-        ValueError: The file is not one of ``evaluate``, or is of other weights.
+        ValueError: ``evaluate`` did not write the file, or has evaluated other weights.
     """
     if path is None and data is None:
         return None
@@ -42,7 +42,7 @@ def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) ->
                 f"{path} is of other weights: {name} was {evaluated.get(name, 'not there')}, and "
                 f"{published} is published: evaluate {source.name} itself"
             )
-    # The two scores of a metric are its own and that with the images of other rows.
+    # Each metric has two scores: with the rows' own images, and with the images of other rows.
     rows = report.pop("rows", None)
     names = [n for name in report if f"{name}_swapped" in report for n in (name, f"{name}_swapped")]
     scores = {name: report[name] for name in names if report[name] is not None}
@@ -58,8 +58,8 @@ def _digests(source: SourceFiles) -> Iterator[tuple[str, str]]:
             yield "model on the Hub", f"{origin.repository} at {origin.revision}"
 
 
-def show_evaluation(card: str, name: str, evaluation: Evaluation | None) -> str:
-    """Return a card with the scores in its metadata (``model-index``), which the Hub shows.
+def add_evaluation(card: str, name: str, evaluation: Evaluation | None) -> str:
+    """Return the card with the scores added to its metadata (``model-index``), which the Hub shows.
 
     Args:
         name: Id of the repository, whose manifest is the source of the scores.

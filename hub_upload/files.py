@@ -31,8 +31,8 @@ class File:
     """A file of a folder or of a repository."""
 
     size: int
-    sha256: str | None = None  # computed, or as the Hub or a manifest says; None if unknown
-    content: bytes | None = None  # the bytes that were hashed; None for files that are not read
+    sha256: str | None = None  # computed, or taken from the Hub or a manifest; None if unknown
+    content: bytes | None = None  # the bytes that were hashed; None if the file was not read
     path: Path | None = None  # None for a file on the Hub only
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Read repositories of the Hub through huggingface_hub, whose errors are passed on."""
+"""Read repositories of the Hub through huggingface_hub; its errors are passed on."""
 
 import glob
 import os
@@ -21,7 +21,7 @@ RETRY_HINT = "run the same command again: it continues where this run stopped"
 
 
 def limit_request_time() -> None:
-    """Limit every request's time, because most calls of huggingface_hub set no limit.
+    """Limit the time of every request, because most calls of huggingface_hub set no limit.
 
     The limit is :data:`REQUEST_TIMEOUT_S`, or ``HF_HUB_DOWNLOAD_TIMEOUT`` if it is set.
     """

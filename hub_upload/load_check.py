@@ -1,4 +1,4 @@
-"""Build a small model by published code, ask it and train it one step, without our package.
+"""Build a small model by the code of a built folder, ask it and train it one step.
 
 :mod:`checks` runs this file in a process that cannot import our package, so what works here works
 for everyone who downloads the repository.
@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 TEST_QUESTION = "What is in this image? 你好，世界！\n\tdef f(x):  return x"
-# A model of these sizes is built, with the folder's vocabulary and image size: loading weights of
-# the real size takes longer, and shows nothing that their names and shapes do not.
+# Sizes of the small model; vocabulary and image size are the folder's. Loading weights of the real
+# size would take longer and show no more than the check of their names and shapes.
 TINY_SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
 TINY_SIZES |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
 TINY_TOWER = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128}
@@ -65,8 +65,8 @@ def run(source: str) -> str:
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    lacking = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-    assert not lacking, f"{len(lacking)} weights have no finite gradient, such as {lacking[0]}"
+    bad = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
+    assert not bad, f"{len(bad)} weights have no finite gradient, such as {bad[0]}"
     return (
         f"transformers {transformers.__version__}, torch {torch.__version__}: "
         f"{len(tokenizer):,} token ids; answered with {num_tokens} tokens; another image changes "

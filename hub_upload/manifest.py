@@ -51,7 +51,7 @@ class FineTune(_ManifestModel):
 
 
 class Evaluation(_ManifestModel):
-    """Mean scores by metric, over the rows of a data set that an id of the Hub or words name."""
+    """Mean scores by metric, over the rows of a data set; ``dataset`` is an id or a description."""
 
     dataset: OneLine
     rows: Annotated[int, Field(ge=1)]

@@ -114,14 +114,14 @@ def publish(options: argparse.Namespace) -> None:
 def plan_actions(
     build: BuiltFiles, repo: str, head: str, remote: dict[str, RepoSibling], allow_foreign: bool
 ) -> dict[str, list[str]]:
-    """Return the names of files by what will be done with them; the Hub copies weights itself.
+    """Return the names of files by the action for them; "copy" is done by the Hub itself.
 
     Args:
         head: Commit of the destination that the build is compared with.
         remote: Files of this commit.
         allow_foreign: Whether files at the destination that no build wrote are accepted.
     """
-    # Without our manifest, all of the destination's files are foreign, whatever their names.
+    # Without a manifest of ours, all files at the destination count as foreign.
     ours: set[str] = set()
     if MANIFEST in remote:
         path = HfApi().hf_hub_download(repo, MANIFEST, revision=head)

@@ -1,8 +1,8 @@
 """Check a built folder, or a repository on the Hub, before trusting it.
 
-The files are read once and checked without running any code of theirs (:mod:`checks`). Then the
-folder is built again from its own files, and both are compared. This proves that this clone writes
-every byte except the weights. Only then does the published code run (:mod:`load_check`).
+The files are read once, and checked without running code in them (:mod:`checks`). Then the folder
+is built again from its own files, and both builds are compared. This proves that this clone writes
+every byte except the weights. Only then does the code of the folder run (:mod:`load_check`).
 """
 
 import json
@@ -123,7 +123,7 @@ class VerifyReport:
 def check_build(
     target: BuiltFiles, pythons: Sequence[str], read_weights: bool = False
 ) -> list[Check]:
-    """Run all checks up to the first failure; a model's published code runs last."""
+    """Run the checks up to the first failure; the folder's own code runs only in the last one."""
     steps = {
         "files": partial(check_files, target),
         "weights": partial(check_weight_files, target, read_weights),

@@ -17,7 +17,7 @@ from ..terminal_text import shorten
 from .messages import images_of, read_each, text_of
 
 UNITS = {"pixels": None, "fractions": 1, "thousandths": 1000}
-"""Units of the numbers of a box, with the width and height that every image has in it."""
+"""Units of a box's numbers, and the width and height of every image in this unit."""
 ORDERS: dict[str, Callable[..., tuple]] = {
     "xyxy": lambda x1, y1, x2, y2: (x1, y1, x2, y2),
     "xywh": lambda x, y, w, h: (x, y, x + w, y + h),
@@ -59,7 +59,7 @@ class Box(NamedTuple):
 
 
 def find_boxes(text: str) -> list[Box]:
-    """Return all boxes of a text in their order."""
+    """Return all boxes of a text, in order."""
     return [box for match in BOXES_RE.finditer(text) for box in _parse_boxes(match)]
 
 
@@ -91,7 +91,7 @@ def to_thousandths(numbers: Sequence[float], box_format: str, size: tuple[int, i
         )
     edges = [round(1000 * edge / limit) for edge, limit in zip(box, limits, strict=True)]
     left, top = (min(max(edge, 0), 998) for edge in edges[:2])
-    right, bottom = (min(edge, 999) for edge in edges[2:])  # three digits at most
+    right, bottom = (min(edge, 999) for edge in edges[2:])  # a number has at most three digits
     return Box(left, top, max(right, left + 1), max(bottom, top + 1))
 
 
@@ -101,9 +101,9 @@ def convert_boxes(
     objects: Any = None,
     stated_size: tuple[Any, Any] = (None, None),
 ) -> list[dict]:
-    """Return a conversation in which lists of four numbers are boxes in thousandths.
+    """Return a conversation with lists of four numbers converted to boxes in thousandths.
 
-    Each number gets three digits, except in texts with JSON keys, which stay valid JSON.
+    Each number gets three digits, except in texts with JSON keys: JSON allows no leading zeros.
 
     Args:
         messages: The conversation, with paths of images.
@@ -113,7 +113,7 @@ def convert_boxes(
         stated_size: Width and height of the image according to the row, if it has them.
 
     Raises:
-        ValueError: A box does not fit its image, or the numbers of placeholders and values differ.
+        ValueError: A box does not fit its image, or the numbers of values and placeholders differ.
     """
     values = _placeholder_values(messages, objects)
     in_pixels = UNITS[box_format.partition("_")[0]] is None
@@ -143,16 +143,16 @@ def convert_boxes(
     return read_each(messages, "message", convert_message)
 
 
-def spell_boxes(value: Any) -> Any:
-    """Return a row's value in which lists of four numbers are texts such as ``[[1, 2, 3, 4]]``."""
+def box_lists_to_text(value: Any) -> Any:
+    """Return a row's value with each list of four numbers replaced by text: ``[[1, 2, 3, 4]]``."""
     if isinstance(value, dict):
-        return {key: spell_boxes(item) for key, item in value.items()}
+        return {key: box_lists_to_text(item) for key, item in value.items()}
     if not isinstance(value, list):
         return value
     is_box = len(value) == 4 and all(
         type(number) in (int, float) and math.isfinite(number) for number in value
     )
-    return f"[{value}]" if is_box else [*map(spell_boxes, value)]
+    return f"[{value}]" if is_box else [*map(box_lists_to_text, value)]
 
 
 def _parse_boxes(match: re.Match) -> list[Box]:
@@ -165,16 +165,16 @@ def _placeholder_values(messages: list[dict], objects: Any) -> dict[str, Iterato
         return {}
     iterators = {}
     for word, key in PLACEHOLDERS.items():
-        values = spell_boxes(objects.get(key) or [])
-        number = sum(text_of(message).count(word) for message in messages)
-        if len(values) != number:
+        values = box_lists_to_text(objects.get(key) or [])
+        num_words = sum(text_of(message).count(word) for message in messages)
+        if len(values) != num_words:
             raise ValueError(
-                f"the texts have {number} {word}, and objects.{key} has {len(values)} values; "
+                f"the texts have {num_words} {word}, and objects.{key} has {len(values)} values; "
                 "expected equal numbers"
             )
-        if other := [value for value in values if not isinstance(value, str)]:
+        if not_texts := [value for value in values if not isinstance(value, str)]:
             expected = "four numbers" if key == "bbox" else "texts"
-            raise ValueError(f"objects.{key} has {other[0]!r:.60}; expected {expected}")
+            raise ValueError(f"objects.{key} has {not_texts[0]!r:.60}; expected {expected}")
         iterators[word] = iter(values)
     return iterators
 

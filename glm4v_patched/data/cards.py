@@ -1,4 +1,4 @@
-"""Subsets and splits of a folder, found by its card (the YAML of README.md) or by names of files.
+"""Find subsets and splits of a folder by its card (the YAML in README.md) or by names of files.
 
 The rules for names are those of ``datasets``. That library is not used, because it opens any file
 that a card names. Needs no torch.
@@ -24,12 +24,12 @@ LINE_END_RE = re.compile(r"\r\n?|\n")
 KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "description", "version"]
 KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
 KNOWN_CONFIG_KEYS += ["columns", "field"]
-"""Keys of a subset's config that choose files, or that do not affect how files are read here."""
+"""Keys of a subset's config that are accepted: they choose files, or have no effect here."""
 # A file of a split by the Hub's naming, such as data/train-00000-of-00004.parquet.
 SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 NUMBERED_RE = re.compile(r"(.*)-(\d{5})-of-(\d{5})[^/]*(\.[^/.]*)")
 YAML_TRUE = ("true", "True", "TRUE")
-# For each split, the words in names of files and folders that show it.
+# By split: the words in names of files and folders that assign them to the split.
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
@@ -42,7 +42,7 @@ class Subset(NamedTuple):
     """Files of one split of a subset, and the names of the classes by column."""
 
     files: list[str]
-    classes: dict[str, list[str]]
+    class_names: dict[str, list[str]]
 
 
 def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
@@ -77,9 +77,8 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
         chosen_patterns = patterns[choose_split(folder, patterns, split)]
         split_files = _files_of_patterns(folder, files, where, chosen_patterns)
     subset = config.get("config_name", name or "default")
-    return Subset(
-        [prefix + file for file in split_files], _classes_of_card(card.get("dataset_info"), subset)
-    )
+    class_names = _class_names_of_card(card.get("dataset_info"), subset)
+    return Subset([prefix + file for file in split_files], class_names)
 
 
 def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> str:
@@ -112,7 +111,7 @@ class _CardLoader(BaseLoader):
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return the content of the card; the key ``where`` has the file that contains the configs."""
+    """Return the content of the card; the key ``where`` has the path of the file with configs."""
     card: dict[str, Any] = {}
     for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
@@ -229,8 +228,8 @@ def _describe_unknown_file(folder: Folder, where: str, name: str) -> str:
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Return the files of each split that names of files and folders show; without any, all files
-    are ``train``."""
+    """Return the files of each split, by names of files and folders; if no name shows a split, all
+    files are ``train``."""
     shards = [(match[1], file) for file in files if (match := SHARD_RE.fullmatch(file))]
     if shards:
         names = dict.fromkeys([*SPLIT_KEYWORDS, *sorted({split for split, _ in shards})])
@@ -247,9 +246,9 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
     return {"train": files}
 
 
-def _classes_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]:
+def _class_names_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]:
     """Return the class names that ``dataset_info`` of a card gives to numeric columns."""
-    classes = {}
+    class_names = {}
     for item in dataset_info if isinstance(dataset_info, list) else [dataset_info]:
         if not isinstance(item, dict) or item.get("config_name", subset) != subset:
             continue
@@ -261,5 +260,5 @@ def _classes_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]:
             if isinstance(names, dict):  # keyed by numbers as text
                 names = [names[key] for key in sorted(names, key=lambda key: (len(str(key)), key))]
             if isinstance(names, list) and isinstance(feature.get("name"), str):
-                classes[feature["name"]] = [*map(str, names)]
-    return classes
+                class_names[feature["name"]] = [*map(str, names)]
+    return class_names

@@ -4,7 +4,7 @@ The check stores the rows in a file (:mod:`stored_rows`), and returns a descript
 (:class:`checked_data.CheckedData`). The result of each image that passed is cached
 (:mod:`check_cache`), and the image is decoded again only after its file has changed.
 
-One batch of rows is in memory at a time; of all rows, only the paths of their images are.
+Only one batch of rows is in memory at a time, and the paths of all images.
 """
 
 import hashlib
@@ -46,18 +46,18 @@ from .stored_rows import (
 from .text_rows import LINE_KINDS, count_lines, file_kind
 from .workers import cores
 
-# Images after which the cache is written, so that a stopped check loses little work.
+# The cache is written after this many images, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Limit of a row's JSON. Tokenizing this many characters takes a second. The limit on position ids
-# does not bound the characters, because one token may stand for 100 blanks.
+# Limit of a row's JSON. Tokenizing this many characters takes a second. The model's context length
+# does not limit the characters, because one token may stand for 100 blanks.
 MAX_CHARACTERS = 2**20
 # A file that changes twice within one tick of its file system's clock has the same time after both
-# changes, so a file that was changed this recently is not cached.
+# changes, so the result is not cached for a file that changed this recently.
 CLOCK_TICK_NS = 2 * 10**9
 
-# Reading this many bytes takes a second; starting a process takes a tenth of one.
+# Reading this many bytes takes a second; starting a process takes a tenth of a second.
 BYTES_PER_PROCESS = 2**21
-MAX_PROCESSES = 16  # each of them parses every line
+MAX_PROCESSES = 16  # each of them reads every line
 
 DataSources = Sequence[DataSource]
 # Shared, because constructing an encoder takes longer than encoding a row.
@@ -65,11 +65,12 @@ ROW_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class _SourceRows(NamedTuple):
-    """Rows as they were read, and which of them are usable.
+    """The rows of some sources, and which of them are usable.
 
     Attributes:
+        files: Stamps of the data files.
         problems: For each source, the problems of its rows.
-        usable: Numbers of the usable rows.
+        usable: Indices of the usable rows.
     """
 
     sources: DataSources
@@ -157,9 +158,6 @@ def require_images(path: str | Path | DataSource, image_cache: Path | None = Non
         raise ValueError(f"{text}\n{ROWS_CURE}")
 
 
-# Sources
-
-
 def _read_sources(
     sources: DataSources,
     collator: ConversationCollator,
@@ -168,10 +166,11 @@ def _read_sources(
 ) -> tuple[list[FileStamp], StoredRows]:
     """Read and measure the rows of sources, at most ``num_precheck`` of each; return the stamps of
     the data files, and the rows."""
-    streamed = num_precheck is not None
-    files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
+    is_streamed = num_precheck is not None
+    paths = [] if is_streamed else [path for source in sources for path in source.files]
+    files = [*map(FileStamp.of, paths)]
     folder = image_cache and image_cache.parent
-    processes = 1 if streamed else num_reading_processes(sources)
+    processes = 1 if is_streamed else num_reading_processes(sources)
     if processes == 1:
         rows = store_rows(_all_measured_batches(sources, collator, num_precheck), folder)
     else:
@@ -191,7 +190,7 @@ def _all_measured_batches(
             source = replace(source, max_samples=limit)
         batches = _measured_batches(iter_rows(source), number, collator)
         with show_progress("reading rows", total=_count_rows(source)) as progress:
-            yield from _report_sizes(batches, progress.update)
+            yield from _report_progress(batches, progress.update)
 
 
 def _measured_batches(
@@ -209,8 +208,8 @@ def _measured_batches(
 
 def num_reading_processes(sources: DataSources) -> int:
     """Return how many processes read the sources: up to one per core if all are files with a row
-    per line, else one. Each process would hold all of a JSON document, and downloads would be
-    shared by none."""
+    per line, else one. Several processes would each keep a complete JSON document in memory, and
+    each download an image that several rows have."""
     if any(source.allow_urls or not _has_lines(source) for source in sources):
         return 1
     useful_processes = sum(os.path.getsize(source.path) // BYTES_PER_PROCESS for source in sources)
@@ -223,8 +222,8 @@ def _has_lines(source: DataSource) -> bool:
 
 
 def _count_rows(source: DataSource) -> int | None:
-    """Return the number of rows of a source; None if rows have no lines, or the file would
-    have to be unpacked."""
+    """Return an upper bound of the number of rows of a source; None if there is none, because rows
+    have no lines of their own or the file would have to be unpacked."""
     if not _has_lines(source) or source.path.lower().endswith(COMPRESSED):
         return source.max_samples
     num_lines = count_lines(Path(source.path))
@@ -244,7 +243,7 @@ def _store_in_processes(
                 rows = iter_rows(source, shard=(process, processes))
                 with Path(name, f"{number}.{process}").open("wb") as file:
                     batches = _measured_batches(rows, number, collator)
-                    write_rows(_report_sizes(batches, report), file)
+                    write_rows(_report_progress(batches, report), file)
 
         with show_progress("reading rows", total=total) as progress:
             run_forked(store_shard, processes, progress.update)
@@ -255,7 +254,7 @@ def _store_in_processes(
         return interleave_rows(shards, folder)
 
 
-def _report_sizes(
+def _report_progress(
     batches: Iterator[list[dict[str, Any]]], report: Callable[[int], None]
 ) -> Iterator[list[dict[str, Any]]]:
     for batch in batches:
@@ -266,20 +265,20 @@ def _report_sizes(
 def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:
     messages = [] if isinstance(row, RowProblem) else row.messages
     # The digest must not depend on the order of a message's keys. Keys inside of "tools" keep their
-    # order, in which the template writes them.
+    # order, because the template writes them in it.
     messages = [dict(sorted(message.items())) for message in messages]
     text = digested = ROW_ENCODER.encode(messages)
     if images := images_of(messages):
         digested = ROW_ENCODER.encode(replace_images(messages, lambda path: ""))
     problem = row.text if isinstance(row, RowProblem) else find_length_problem(text)
-    if problem is not None:  # Arrow refuses half of a surrogate pair
+    if problem is not None:  # it may quote half of a surrogate pair, which Arrow refuses
         text, problem = "", problem.encode("utf-8", "backslashreplace").decode()
     return {
         "messages": text,
         "images": images,
         "source": source,
         "line": row.line,
-        "digest": hashlib.sha256(digested.encode()).digest(),  # of the row without its images
+        "digest": hashlib.sha256(digested.encode()).digest(),
         "problem": problem,
         **dict.fromkeys(SampleSize._fields, 0),
     }
@@ -301,7 +300,7 @@ def measure_conversations(
         return []
     try:
         return [*collator.measure(conversations)]
-    except Exception as error:  # templates and their filters raise any kind
+    except Exception as error:  # chat templates may raise any kind
         if len(conversations) == 1:
             return [f"cannot be rendered by the model's chat template: {error}"]
         return [
@@ -353,7 +352,7 @@ def _find_problems(
 
 
 def _report_problems(results: list[_SourceRows], on_bad: Literal["fail", "skip"]) -> None:
-    """Raise ``ValueError`` for problems of rows, or print them if these rows are skipped."""
+    """Print problems of rows if these rows are skipped, else raise them as ``ValueError``."""
     reports = [
         describe_problems(source, problems, count)
         for result in results
@@ -381,8 +380,8 @@ def _split_held_out(
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
-    """Yield the usable rows as checked data: with ``eval_share``, first the rows to train on, then
-    the rows that are held out; otherwise all rows."""
+    """Yield the usable rows: with ``eval_share``, first the rows to train on, then those held out;
+    else all rows at once."""
     rows = result.rows.select(result.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:
@@ -408,8 +407,8 @@ def _is_held_out(digest: str, share: float) -> bool:
 def _require_train_and_eval(
     checked: CheckedData, evaluated: CheckedData, eval_share: float | None
 ) -> None:
-    """Raise ``ValueError`` if a held-out share leaves no row on one side; print how many rows are
-    on both sides."""
+    """Raise ``ValueError`` if ``eval_share`` leaves no row for training or none for evaluation. For
+    an evaluation set of its own, print how many of its rows are also trained on."""
     rows, held_out = len(checked.rows), len(evaluated.rows)
     if eval_share is None:
         trained_on = {*checked.row_digests}
@@ -427,9 +426,6 @@ def _require_train_and_eval(
         )
 
 
-# Images
-
-
 def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, ImageCheck]:
     """Return the check of each image by its path, from the cache where possible."""
     keys = {path: _image_key(path) for path in dict.fromkeys(paths)}
@@ -445,7 +441,7 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
         uncached = [path for path in keys if path not in checks]
         new_checks = check_image_files(uncached)
         ticker = show_progress("decoding images", total=len(uncached), unit="image")
-        # Close explicitly: otherwise the threads stay alive as long as the generator.
+        # Close the generator explicitly, because its threads live as long as it does.
         with closing(new_checks), ticker as progress:
             for path, check in zip(uncached, new_checks, strict=True):
                 progress.update()
@@ -476,7 +472,7 @@ def describe_image_problem(path: str, check: ImageCheck) -> str | None:
 def find_size_problem(
     num_images: int, size: SampleSize, max_positions: int, pack_to: int | None
 ) -> str | None:
-    """Return why a conversation with ``num_images`` images has the wrong size, or None."""
+    """Return why a conversation with ``num_images`` images and this size is refused, or None."""
     if size.num_images != num_images:
         return (
             f"has {num_images} images, but the model's chat template writes {size.num_images} "

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from ..atomic import find_file_problem
 
-CACHE_VERSION = 2  # of the form of the file; it is part of the file's name
+CACHE_VERSION = 2  # of the file's format; it is part of the file's name
 MAX_CACHE_BYTES = 2**28
 """A cache file that is larger is emptied."""
 
@@ -35,8 +35,8 @@ def default_cache_path() -> Path | None:
 class ImageCheckCache:
     """JSON values by keys, in a file to which several processes may append at once.
 
-    Each line begins with its digest, by which lines that are cut short or damaged are found and
-    left out. Without a path, or after an error, the cache is empty.
+    Each line begins with its digest, so that damaged lines can be ignored.
+    Without a path, or after an error, the cache is empty.
     """
 
     def __init__(self, path: Path | None):

@@ -33,16 +33,16 @@ from .stored_rows import (
 
 MAX_NAMES = 10_000  # names to look at in a folder
 CHECK_VERSION = 8
-"""Version of the checks. Raise it with each change after which an image that passed may fail."""
+"""Version of the checks. Raise it if a change may refuse images that have passed before."""
 
 
 class EpochCounts(NamedTuple):
-    """Sums over the samples of an epoch (rows repeated by weight).
+    """Counts of an epoch, in which rows are repeated by weight.
 
     Attributes:
-        images: A repeated image counts each time.
-        tokens: With image placeholders expanded.
-        supervised: Tokens with a label.
+        images: Images of all samples; an image counts each time that it occurs.
+        tokens: Tokens of all samples, with image placeholders expanded.
+        supervised: Tokens with a label other than -100.
     """
 
     samples: int
@@ -55,9 +55,9 @@ class BatchSequences(NamedTuple):
     """The sequences that batches consist of, which are packed if ``pack_to`` is set.
 
     Attributes:
-        lengths: Tokens of each sequence: ``(sequences,)``.
+        lengths: Number of tokens of each sequence: ``(sequences,)``.
         images: Number of images of each sequence: ``(sequences,)``.
-        packs: The conversations of each packed sequence; None without packing.
+        packs: Indices of the conversations in each packed sequence; None without packing.
     """
 
     lengths: np.ndarray
@@ -74,12 +74,13 @@ class BatchSequences(NamedTuple):
 class CheckedData:
     """The rows to train on, and the state of their files when they were checked.
 
-    A sample is one occurrence of a row in an epoch.
+    A row is stored once. A sample is one occurrence of the row in an epoch: a weight of 2 makes two
+    samples of each row.
 
     Attributes:
         sources: The data sources.
         files: Stamps of the sources that are files.
-        pack_to: The length of a packed sequence that the rows were checked against.
+        pack_to: The length of a packed sequence, in tokens, which no row exceeds; None if not set.
         rows: The usable rows, once each; :attr:`order` repeats them by weight.
         images: Stamps of the image files of these rows.
         skipped: Number of rows that cannot be used.
@@ -112,7 +113,7 @@ class CheckedData:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The number of the row of each sample of an epoch, before shuffling: ``(samples,)``.
+        """The index of each sample's row, before an epoch is shuffled: ``(samples,)``.
 
         With weight 1.5, a fixed half of a source's rows occur twice, and the other rows once.
         """
@@ -155,8 +156,8 @@ class CheckedData:
         return EpochCounts(len(self.order), *sums)
 
     def find_warnings(self) -> Iterator[str]:
-        """Yield likely mistakes in the sources: samples without an image where others have one,
-        images beside a source that uses none, and words that stand for missing content."""
+        """Yield descriptions of likely mistakes: samples without an image although others have one
+        or images lie beside the source, and words that stand for content that is missing."""
         source_numbers = column_values(self.rows, "source")
         num_images = column_values(self.rows, "num_images")
         has_media_words = _rows_with_media_words(self.rows)
@@ -265,8 +266,8 @@ class CheckedData:
 def _images_warning(source: DataSource, num_without: int, num_samples: int) -> str | None:
     """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
 
-    The warning is given if other samples have an image, the image column is empty, the name of an
-    ignored key sounds like images, or the source's folder contains images.
+    It is a likely mistake if other samples have an image, if the image column is empty, if the name
+    of an ignored key sounds like images, or if the source's folder contains images.
     """
     text = f"{num_without:,} of {num_samples:,} samples have no image"
     if num_without == num_samples and source.columns and "image" in source.columns:
@@ -301,11 +302,10 @@ def _rows_with_media_words(rows: StoredRows) -> np.ndarray:
 
 
 def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sha256 of each row's text and of the bytes of its images, wherever these images are
-    stored.
+    """Yield the sha256 of each row's text and images; paths of images do not affect it.
 
     Args:
-        images: Objects with a ``sha256`` by image path.
+        images: Objects with an attribute ``sha256``, by image path.
     """
     for text_digest, paths in iter_values(rows, "digest", "images"):
         image_digests = "".join(images[path].sha256 for path in paths).encode()

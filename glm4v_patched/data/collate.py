@@ -18,9 +18,9 @@ class SampleSize(NamedTuple):
     """The size of a conversation.
 
     Attributes:
-        tokens: Tokens of the sequence, with image placeholders expanded.
-        position_ids: Position ids of the sequence; an image takes three.
-        supervised: Tokens with a label.
+        tokens: Number of tokens, with image placeholders expanded.
+        position_ids: Number of position ids; an image takes three.
+        supervised: Number of tokens with a label other than -100.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class ConversationCollator:
 
         Args:
             processor: A ``ChatGLMProcessor``.
-            stamps: Stamps by path of image files; these files must not have changed.
+            stamps: Stamps of checked images, by path. An image that has changed is an error.
         """
         self.processor = processor
         self.stamps = stamps
@@ -103,12 +103,12 @@ class ConversationCollator:
         counts = self._counter.count(conversations)
         uncounted = [chat for chat, turns in zip(conversations, counts, strict=True) if not turns]
         encoded = iter(self._encode_unexpanded(uncounted))
-        placeholder_growth = self.processor.num_image_tokens - 1
+        tokens_added_per_image = self.processor.num_image_tokens - 1
         sizes = []
         for conversation, lengths in zip(conversations, counts, strict=True):
             if lengths:
                 num_ids, num_images = sum(lengths), len(images_of(conversation))
-                # A turn is supervised without its role token, but with the token that ends it.
+                # The turn without its role token, and the token after it: as many as the turn has.
                 supervised = sum(
                     length
                     for length, message in zip(lengths[1:], conversation, strict=True)
@@ -118,7 +118,7 @@ class ConversationCollator:
                 ids = [*next(encoded), self.end_id]
                 num_ids, num_images = len(ids), ids.count(self.image_id)
                 supervised = num_ids - self.labels(ids, conversation).count(IGNORE_INDEX)
-            tokens = num_ids + num_images * placeholder_growth
+            tokens = num_ids + num_images * tokens_added_per_image
             sizes.append(SampleSize(tokens, num_ids, num_images, supervised))
         return sizes
 
@@ -138,8 +138,8 @@ class ConversationCollator:
             conversation: The conversation; if omitted, all turns of the assistant are supervised.
 
         Raises:
-            ValueError: A turn has ``"train": False``, and the ids have another number of turns than
-                the conversation.
+            ValueError: A turn has ``"train": False``, and the numbers of turns in the ids and in
+                the conversation differ.
         """
         supervised = supervised_turns(conversation)
         if all(supervised):

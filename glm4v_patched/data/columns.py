@@ -1,9 +1,9 @@
 """The columns of a row that are its question, answer and images (``data.columns``). Needs no torch.
 
-A value is the name of a column (``answer``), a path into one (``json.answer``, ``captions.0``), or
-a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``). A
-template without braces must contain a blank or another character that names of columns lack. A list
-names several images, or the lines of a question, some of which a row may lack.
+A value is the name of a column (``answer``), a path into a column (``json.answer``,
+``captions.0``), or a template: text with columns in braces (``"Question: {question}"``,
+``"{image_id:012}.jpg"``). A template without braces must contain a character that names of columns
+lack, such as a blank. A list names several images, or the lines of a question; a row may lack some.
 """
 
 import math
@@ -29,7 +29,8 @@ IMAGE_SUFFIXES = (
     *(".avif", ".heic", ".heif", ".jp2", ".jxl", ".dng", ".svg"),
 )
 EMPTY_CELL = object()
-"""Marks an empty cell of a table, whose rows have all columns: the row then lacks the key."""
+"""Marks an empty cell of a table, in which every row has all columns. The row is read as if it did
+not have the key."""
 
 Columns = Mapping[str, Any]
 
@@ -64,17 +65,17 @@ def named_columns(value: str | list[str]) -> list[str]:
     return [name for _, name, _ in parsed if name is not None]
 
 
-def find_unnamed_columns(row: dict, named: Collection[str], prefix: str = "") -> Iterator[str]:
-    """Yield the non-empty columns of a row that are not in ``named``; if only parts of an object
-    are named, yield its other parts."""
+def find_unmapped_columns(row: dict, mapped: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yield the non-empty columns of a row that are not in ``mapped``; if ``mapped`` has only some
+    keys of an object, yield the object's other keys."""
     for key, value in row.items():
         name = prefix + key
-        if name in named or name in TOOL_COLUMNS or is_blank_value(value):
+        if name in mapped or name in TOOL_COLUMNS or is_blank_value(value):
             continue
-        if not any(other.startswith(f"{name}.") for other in named):
+        if not any(other.startswith(f"{name}.") for other in mapped):
             yield name
         elif isinstance(value, dict):
-            yield from find_unnamed_columns(value, named, f"{name}.")
+            yield from find_unmapped_columns(value, mapped, f"{name}.")
 
 
 def describe_columns(row: dict, names: Iterable[str]) -> str:
@@ -89,18 +90,17 @@ def describe_columns(row: dict, names: Iterable[str]) -> str:
     return listed([preview(name) for name in names], MAX_KEYS_LISTED)
 
 
-def describe_unnamed_columns(row: dict, names: Iterable[str]) -> str:
+def describe_unmapped_columns(row: dict, names: Iterable[str]) -> str:
     """Return a message for columns of a row that are neither used nor ignored."""
     return (
-        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; add to columns "
-        "what the sample is made of, images first, and to ignore what is not used (docs/data.md, "
-        '"Columns"; answer, evaluate: --columns, --ignore)'
+        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; add the columns "
+        "that belong to the sample, images first, to data.columns, and the others to data.ignore "
+        '(docs/data.md, "Columns"; answer, evaluate: --columns, --ignore)'
     )
 
 
 def column_value(row: Any, name: str) -> Any:
-    """Return the value of a column, or a value inside of it by a path with dots; None if there is
-    none."""
+    """Return the value of a column, or the value at a path with dots inside of it, or None."""
     if isinstance(row, list):
         row = {str(index): value for index, value in enumerate(row)}
     if not isinstance(row, dict):

@@ -20,7 +20,7 @@ MAX_PIXELS = 120 * 10**6
 MAX_IMAGE_BYTES = 2**29
 TEXT_RE = re.compile(rb"[\s!-~\x80-\xff]*")
 MAX_THREADS = 32  # more would wait for the GIL
-IMAGES_PER_SUBMIT = 1000  # given to the threads at a time
+IMAGES_PER_SUBMIT = 1000  # paths that are passed to the threads at a time
 
 
 class ImageCheck(NamedTuple):
@@ -39,7 +39,7 @@ UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)  # template for files that canno
 def check_image_file(path: str) -> ImageCheck:
     """Read an image file and decode all of it."""
     try:
-        # This comes before the file is opened, because reading a pipe would block.
+        # Checked before the file is opened, because reading a pipe would block.
         if not stat.S_ISREG(os.stat(path).st_mode):
             return UNREAD_IMAGE._replace(problem="is not a file")
         with open(path, "rb") as file:
@@ -60,8 +60,8 @@ def check_image_file(path: str) -> ImageCheck:
 
 
 def has_decodable_header(path: str) -> bool:
-    """Return whether a file has the header of an image within the limits of
-    :func:`check_image_file`; the pixels are not decoded."""
+    """Return whether a file is an image within the limits of :func:`check_image_file`, by its
+    header; the pixels are not decoded."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_IMAGE_BYTES:
             return False
@@ -80,7 +80,7 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
 
     if not content:
         return "is empty: it has 0 bytes; copy it again"
-    # The filter is never restored, because all threads share the filters.
+    # The filter is not removed again, because all threads share the filters.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with open_image(content) as image:
@@ -94,7 +94,7 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
                 image.convert("RGB")
     except TooLargeError as error:
         return f"{error}: {SHRINK_CURE}"
-    except Image.DecompressionBombError as error:  # Pillow raises it for still larger images
+    except Image.DecompressionBombError as error:  # Pillow's own limit, when it opens the image
         size = str(error).partition(" exceeds")[0]
         return f"is too large ({size}); expected at most {MAX_PIXELS:,} pixels: {SHRINK_CURE}"
     except UnidentifiedImageError:
@@ -107,7 +107,7 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
         reason = str(error) or type(error).__name__
         if "MAX_TEXT_" in reason:
             return f"has over 1 MiB of text: {fill_cure(LONG_TEXT_CURE, path)}"
-        # Messages of our image processor begin with "it".
+        # Our image processor's messages begin with "it"; any other error is Pillow's.
         is_ours = reason.startswith("it ")
         return reason.removeprefix("it ") if is_ours else f"cannot be read as an image: {reason}"
     return None

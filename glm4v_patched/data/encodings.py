@@ -1,4 +1,4 @@
-"""Encodings of text files: those that are read, and the command that converts from others."""
+"""Find the encoding of a text file, or the command that converts it to UTF-8."""
 
 import codecs
 import re
@@ -18,14 +18,14 @@ ENCODINGS = {
     "WINDOWS-1252": "éèàçêâîôûùäöüßñáíóúãõå’“”–€",
     "WINDOWS-1251": "оеаинтсрвлкмдпуяызьбгчйхжшюцщэфъё",
 }
-"""Names of encodings that Python and iconv know, with frequent characters of their languages.
-Nothing in a file tells encodings apart for certain, so a message shows how a text reads in each."""
+"""Names of encodings that Python and iconv know, with frequent characters of their languages. Bytes
+do not show their encoding for certain, so a message shows how a text reads in each encoding."""
 EAST_ASIAN = tuple(ENCODINGS)[:5]
 
 
 def find_encoding(head: bytes) -> str:
-    """Return the encoding of a text that begins with ``head``: UTF-16 or UTF-32 if it is text in
-    one of them, else UTF-8. In the wrong order of bytes, a line feed is not a character."""
+    """Return the encoding of a file that begins with ``head``: UTF-16 or UTF-32 if the bytes are
+    text in one of them, else UTF-8."""
     wide: tuple[str, ...] = ()
     if head[:4] in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         wide = ("utf-32",)
@@ -35,6 +35,7 @@ def find_encoding(head: bytes) -> str:
         wide = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
     for encoding in wide:
         text = codecs.getincrementaldecoder(encoding)("replace").decode(head)
+        # In the wrong byte order, a line feed is an unassigned character (Cn).
         categories = {unicodedata.category(c) for c in {*text} - {*"\t\r\n"}}
         is_text = "\ufffd" not in text and not categories & {"Cc", "Cn", "Cs"}
         if is_text and ("\n" in text or text[:1] in "[{"):
@@ -43,24 +44,24 @@ def find_encoding(head: bytes) -> str:
 
 
 def find_encoding_problem(text: str, cure: str | None) -> str | None:
-    """Return what in a decoded text is not UTF-8, or None. ``cure`` is that of the whole file, if
-    none of it is UTF-8."""
+    """Return which byte of a decoded text is not UTF-8, or None. If the complete file is in another
+    encoding, return ``cure`` instead, which says how to convert it."""
     match = INVALID_BYTE_RE.search(text)
     if match is None:
         return None
     byte, position = ord(match[0]) & 0xFF, match.start() + 1
     if byte and cure:
-        return f"is not UTF-8: {cure}"  # the same words for each row, so that they are listed once
+        return f"is not UTF-8: {cure}"  # the same text for each row, so that it is listed once
     reason = "which is not UTF-8: save the file as UTF-8" if byte else "which is no text: remove it"
     return f"character {position} is the byte 0x{byte:02x}, {reason}"
 
 
 def encoding_cure(path: str, suffix: str, head: bytes, unpack: str = "") -> str | None:
-    """Return how the first word of a text that is not ASCII reads in each encoding that it may
-    have, and the command that converts the file; None if most of it is UTF-8.
+    """Return the command that converts a file to UTF-8, and how its first word that is not ASCII
+    reads in each possible encoding; None if most of the text is UTF-8.
 
     Args:
-        unpack: The command that writes the text of a compressed file, with FILE for its name.
+        unpack: For a compressed file, the command that writes its text, with FILE for its name.
     """
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(head)
     if 2 * len(SURROGATE_BYTE_RE.findall(text)) <= len(re.findall(r"[^\0-\x7f]", text)):
@@ -69,15 +70,15 @@ def encoding_cure(path: str, suffix: str, head: bytes, unpack: str = "") -> str 
     for encoding in ENCODINGS:
         with suppress(UnicodeDecodeError):
             texts[encoding] = codecs.getincrementaldecoder(encoding)().decode(head)
-    share = {
+    scores = {  # the share of frequent characters
         encoding: sum(map(text.count, ENCODINGS[encoding])) / len(re.findall(r"[^\0-\x7f]", text))
         for encoding, text in texts.items()
     }
-    # Letters with accents are single bytes between letters; in Russian, several are in a row.
+    # In Western text, a byte above 0x7f mostly stands alone; in Russian, many follow each other.
     runs = [len(run) for run in re.findall(rb"[\x80-\xff]+", head)]
-    share["WINDOWS-1252"] = 1 if 2 * runs.count(1) > len(runs) else share.get("WINDOWS-1252", 0)
+    scores["WINDOWS-1252"] = 1 if 2 * runs.count(1) > len(runs) else scores.get("WINDOWS-1252", 0)
     best = next(
-        (e for e in EAST_ASIAN if share.get(e, 0) > 0.15), max(share, key=share.__getitem__)
+        (e for e in EAST_ASIAN if scores.get(e, 0) > 0.15), max(scores, key=scores.__getitem__)
     )
     if best not in texts:
         return None

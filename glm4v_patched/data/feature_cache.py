@@ -1,9 +1,9 @@
 """Cache the features that a frozen vision tower computes, and reuse them in later epochs.
 
 Features are reused only for the same pixels (bytes, dtype and shape). Features in a folder are
-reused only for the same tower: its weights, its config and all else that affects its rounding
-(:meth:`TowerFeatures.fingerprint`). Reused features equal, byte for byte, those of the image's
-first forward; the tower itself may round differently in a batch of another size.
+reused only for the same tower: weights, config and everything else that affects rounding
+(:meth:`TowerFeatures.fingerprint`). Reused features are, byte for byte, those that the image's
+first forward computed. In a batch of another size, another forward may round differently.
 
 A training step takes a batch of ``features.collator(collator)`` and runs ``batch =
 features.replace_images(batch)``, ``outputs = model(**batch)`` and ``features.cache_new(outputs)``.
@@ -66,18 +66,18 @@ class DigestingCollator:
 class TowerFeatures:
     """Replaces images in batches by their cached features.
 
-    Under ZeRO-3 and FSDP the processes gather the tower's weights together, so all of them run the
-    tower or none does: a step reuses features only if every process has the features of all its
-    images. Otherwise each process decides alone. All processes must call :meth:`replace_images` in
-    every step.
+    Under ZeRO-3 and FSDP the processes gather the tower's weights together, so either all of them
+    run the tower or none. A step then reuses features only if every process has the features of all
+    its images. Without sharded weights, each process decides alone. All processes must call
+    :meth:`replace_images` in every step.
 
     Args:
         model: Contains a glm-4v; may be wrapped, for example by peft.
         folder: Folder for the features, one file per image, which other processes and later runs
-            use, too; no file is ever deleted. In each run, every process still runs the tower on
-            its first batch, which shows how the tower computes. ``None`` caches features in the
-            memory of this process, for images that it has processed itself; changes of the
-            tower's weights are then not noticed.
+            use, too; no file is ever deleted. In each run, every process runs the tower on its
+            first batch, because the fingerprint contains the dtypes of a forward. ``None`` caches
+            features in the memory of this process, for images whose features it has computed
+            itself; changes of the tower's weights are then not noticed.
         limit_bytes: Limit of the cache in memory; when it is full, no more features are cached.
     """
 
@@ -99,7 +99,7 @@ class TowerFeatures:
         self._computation: dict | None = None
         self._missing: dict[int, str] = {}  # names of images by row of the batch
         self._has_begun = False
-        # A folder is opened only after the tower has shown how it computes.
+        # The store in a folder is opened after the first forward, when the fingerprint is known.
         self._store: _FeatureMemory | _FeatureFolder | None = None
         if self.folder is None:
             self._store = _FeatureMemory(limit_bytes)

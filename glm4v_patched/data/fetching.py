@@ -1,9 +1,9 @@
 """Download images over http(s) from the public internet, for rows of data and for clients of a
 server.
 
-Without these rules, the author of a URL could make this machine request its own services, a router
-or a cloud's metadata (SSRF): a host name is resolved once, all of its addresses must be public, and
-the connection goes to one of them, without a proxy. The rules apply to each redirect, too.
+A host name is resolved once, all of its addresses must be public, and the connection goes to one of
+them, without a proxy. Without these rules, the author of a URL could make this machine request its
+own services, a router or a cloud's metadata (SSRF). The rules apply to each redirect, too.
 """
 
 import http.client
@@ -19,9 +19,9 @@ from .messages import describe_value
 from .public_addresses import is_public
 
 RESPONSE_TIMEOUT = 60
-"""Seconds for connecting, and for each piece of the response."""
+"""Limit in seconds for connecting, and for each read of the response."""
 DOWNLOAD_TIMEOUT = 600
-"""Seconds for a whole download."""
+"""Limit in seconds for a complete download."""
 MAX_DOWNLOAD_BYTES = 256 * 2**20
 MAX_REDIRECTS = 10
 REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
@@ -36,7 +36,7 @@ def fetch(
 
     Args:
         max_bytes: Limit for the content.
-        seconds: Limit for everything: redirects, headers and content.
+        seconds: Limit for redirects, headers and content together.
 
     Raises:
         ValueError: The URL cannot be downloaded or is not public, or its content is too large.
@@ -130,7 +130,7 @@ class _Http(http.client.HTTPConnection):
             except OSError:
                 if number == len(addresses) or self.is_cut_off:
                     raise
-        # A second descriptor of the socket, which TLS and http.client do not close.
+        # A second descriptor for cut_off(), because TLS and http.client detach or close the first.
         self.socket_copy = self.sock.dup()
         if self.is_cut_off:
             self.cut_off()

@@ -1,4 +1,4 @@
-"""Kinds of files that are neither rows nor images, by content, and how to convert them."""
+"""Recognize files that are neither rows nor images, and say how to convert them."""
 
 import os
 import re
@@ -55,8 +55,8 @@ SIGNATURES = {
     rb"SQLite format 3": ("an SQLite database", _SQLITE),
     rb"\x93NUMPY|\x89HDF|MATLAB 5|Obj\x01|ORC": ("a file of arrays or tables", _SAVE),
 }
-"""Patterns of a file's first and last bytes: the name of the kind, and a cure, in which FILE is the
-file, RESULT a name for the result, and FOLDER the folder of the file."""
+"""By a pattern of a file's first and last bytes: the name of the kind, and a cure, in which FILE is
+the file, RESULT the name of the result without a suffix, and FOLDER the folder of the file."""
 
 
 def find_signature(first: bytes, last: bytes) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Run one piece of work in several forked processes, each with its share."""
+"""Run a function in several forked processes, each of which does its share of the work."""
 
 import gc
 import multiprocessing
@@ -16,13 +16,13 @@ Work = Callable[[int, Callable[[int], None]], None]
 def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> None:
     """Run ``work(number, report)`` in ``processes`` forked processes, and wait for all.
 
-    A forked process starts with all that this process has imported and loaded; a new interpreter
-    would import torch first. A fork does not copy threads, and the work needs none of this process.
+    A forked process starts with everything that this process has imported and loaded, whereas a new
+    interpreter would import torch first. Threads are not copied, so ``work`` must not need any.
 
     Args:
-        work: Takes the number of its process, from 0, and a function that counts finished items.
-        advance: Function that this process calls with the number of items finished since its last
-            call.
+        work: Takes the number of its process, from 0, and a function to which it passes how many
+            more items it has finished.
+        advance: Called in this process with the number of items finished since the last call.
 
     Raises:
         OSError, RuntimeError, ValueError: The first of these errors that a process raised.
@@ -73,7 +73,7 @@ def _join(process: Any, receiver: Any) -> None:
 def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any) -> None:
     # There is one process per core, so threads of tokenizers would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gc.freeze()  # the parent's objects are not searched for garbage, so their pages stay shared
+    gc.freeze()  # garbage collection would write to the parent's objects and copy their pages
 
     def report(items: int) -> None:
         with num_finished.get_lock():
@@ -83,7 +83,7 @@ def _run(work: Work, number: int, num_finished: "Synchronized[int]", sender: Any
     try:
         work(number, report)
     except (OSError, RuntimeError, ValueError) as caught:
-        # Pickles of errors of other classes may not load.
+        # Raised in the parent as a built-in class: pickles of other error classes may not load.
         kind = next(kind for kind in type(caught).__mro__ if kind.__module__ == "builtins")
         error = caught if type(caught) is kind else kind(str(caught))
     sender.send(error)

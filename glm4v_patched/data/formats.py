@@ -16,7 +16,7 @@ from .columns import (
     column_text,
     column_value,
     describe_columns,
-    find_unnamed_columns,
+    find_unmapped_columns,
     images_of_columns,
     named_columns,
     require_column,
@@ -32,7 +32,7 @@ from .messages import (
 )
 
 MessagesAndImages = tuple[Any, list | None]
-"""A row's messages, and its images, or None for images if the row has none of its own."""
+"""A row's messages, and the images beside them in the row; None if the row has no such key."""
 ROW_IMAGES = ("images", "image")  # keys of a row's images
 SHAREGPT_ROLES = {
     "system": "system",
@@ -120,8 +120,8 @@ IGNORED_TURN_KEYS = ("source",)
 
 
 def find_format(row: Mapping) -> str | None:
-    """Return the format whose identifying keys a row has; else the format that knows all keys of
-    the row and whose first identifying key is among them; else None."""
+    """Return the format whose identifying keys the row has. If there is none, return the format
+    that has all keys of the row, and whose first identifying key is among them, or None."""
     for name, row_format in ROW_FORMATS.items():
         if {*row_format.needs} <= row.keys():
             return name
@@ -193,8 +193,8 @@ def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
 
 
 def _order_named_images(row: dict, name: str) -> dict:
-    """Return a row whose images have names in the text (MiniCPM-V's ``{"<image_00>": "a.png"}``)
-    with <image> for each name, and a list of the images in the order of the text."""
+    """Return a row with ``<image>`` for each name of an image in its text, and with a list of the
+    images in this order. MiniCPM-V names images so: ``{"<image_00>": "a.png"}``."""
     images = row[name]
     text = json.dumps({key: value for key, value in row.items() if key != name}, default=str)
     times = {text.count(key) for key in images}
@@ -282,8 +282,8 @@ def _turns_of(
 
     def read_turn(turn: Any) -> list[dict]:
         if isinstance(turn, dict) and columns and "question" in columns:
-            unnamed = find_unnamed_columns(turn, {*named, *ignored})
-            refuse_keys(unnamed, sorted(named), "a turn", more=IGNORE_CURE)
+            unmapped = find_unmapped_columns(turn, {*named, *ignored})
+            refuse_keys(unmapped, sorted(named), "a turn", more=IGNORE_CURE)
             return _question_and_answer(turn, columns)
         if isinstance(turn, dict):
             return [_message_of_turn(turn) if "from" in turn else turn]

@@ -70,10 +70,10 @@ class ImageFiles:
     Args:
         folder: The folder to which paths are relative.
         allow_urls: Whether images may be downloaded over http(s), from the public internet.
-        store: Folder for files of images that are URLs or bytes; default in the user's cache
-            folder. Their names are digests, and later runs use them again.
-        within: The folder that files named by rows must be in; None allows any.
-        root: Beginning of paths in rows that is cut off.
+        store: Folder for files of images that are URLs or bytes; by default in the user's cache
+            folder. Names of these files are digests, so that later runs find them again.
+        within: The folder that must contain the files that rows name; None allows any file.
+        root: Beginning that is removed from paths in rows (``data.image_root``).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ImageFiles:
             content = image.get("bytes")
             image = image.get("path") if content is None else content
         if isinstance(image, (bytes, bytearray)):
-            return self._stored(bytes(image))
+            return self._store_bytes(bytes(image))
         if not isinstance(image, str) or not image:
             is_missing = image is None or image == ""
             cure = "; remove the key where there is no image" if is_missing else ""
@@ -112,13 +112,13 @@ class ImageFiles:
                 f"image is {describe_value(image)}; expected the path of one image{cure}"
             )
         if image[:5].lower() == "data:":
-            return self._stored(decode_data_url(image))
+            return self._store_bytes(decode_data_url(image))
         if image[:8].lower().startswith(("http://", "https://")):
-            return self._downloaded(image)
-        return self._resolved(image)
+            return self._download(image)
+        return self._resolve_path(image)
 
-    def _resolved(self, image: str) -> str:
-        """Return the absolute path of a file that is named by its path."""
+    def _resolve_path(self, image: str) -> str:
+        """Return the absolute path for a path as rows write it."""
         if image[:6].lower() == "file:/":
             image = _path_of_file_url(image)
         if self.root is not None:
@@ -138,7 +138,7 @@ class ImageFiles:
         # abspath() would be slower: a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
         if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
-            # Names of Windows, and of macOS, which stores accents as characters of their own.
+            # Windows writes backslashes, and macOS stores an accent as a character of its own.
             names = (unicodedata.normalize(f, image.replace("\\", "/")) for f in ("NFC", "NFD"))
             paths = (os.path.normpath(os.path.join(self.folder, name)) for name in names)
             path = next(filter(os.path.lexists, paths), path)
@@ -153,7 +153,7 @@ class ImageFiles:
         """Return whether rows may name this path, whether or not the file exists."""
         return self.within is None or is_within(path, self.within)
 
-    def _downloaded(self, url: str) -> str:
+    def _download(self, url: str) -> str:
         if not self.allow_urls:
             raise ValueError(f"image is {describe_value(url)}; {URL_CURE}")
         name = f"url-{hashlib.sha256(url.encode()).hexdigest()}"
@@ -164,9 +164,9 @@ class ImageFiles:
         _require_image(url, content)
         return self._write(path, content)
 
-    def _stored(self, content: bytes) -> str:
+    def _store_bytes(self, content: bytes) -> str:
         path = self._store_folder() / hashlib.sha256(content).hexdigest()
-        # Writing the file again would change its time, and it would be checked again.
+        # Writing the file again would change its time, so that the image would be checked again.
         if path.is_file() and path.stat().st_size == len(content):
             return str(path)
         return self._write(path, content)
@@ -183,7 +183,7 @@ class ImageFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        # A failed write is no error of the row: ``data.on_bad: skip`` must not skip it.
+        # A failed write is no error of the row, so ``data.on_bad: skip`` must not skip the row.
         with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)
@@ -191,12 +191,12 @@ class ImageFiles:
 
 
 def _path_of_file_url(url: str) -> str:
-    """Return the path in a ``file:`` URL, whose %20 some programs write and others mean."""
-    written = FILE_URL_RE.sub("", url)
-    paths = {path for path in (written, url2pathname(written)) if os.path.lexists(path)}
+    """Return the path in a ``file:`` URL; its %20 may be an encoded blank or part of the name."""
+    undecoded = FILE_URL_RE.sub("", url)
+    paths = {path for path in (undecoded, url2pathname(undecoded)) if os.path.lexists(path)}
     if len(paths) > 1:
         raise ValueError(f"image is {describe_value(url)}, which may be {' or '.join(paths)}")
-    return next(iter(paths), url2pathname(written))
+    return next(iter(paths), url2pathname(undecoded))
 
 
 def decode_data_url(url: str) -> bytes:

@@ -1,9 +1,9 @@
 """Limits on the cost of decoding an image, for rows of data and for clients of a server. Needs no
 torch.
 
-The number of pixels is not enough as a limit. A resize makes a temporary image as high as the
-input. A progressive JPEG decodes all pixels once per scan. Pillow reads empty segments one by one,
-and decodes some formats entirely, in Python.
+A limit on the number of pixels is not enough. A resize makes a temporary image as high as the
+input. Decoding a progressive JPEG takes one pass over all pixels per scan. Pillow reads empty
+segments one by one, and decodes some formats in Python.
 """
 
 import io
@@ -19,7 +19,7 @@ MAX_SIDE = 2**15
 NORMAL_SCANS = 10
 """Scans of a usual progressive JPEG (libjpeg's); more scans count as more pixels."""
 MAX_PARTS = 40_000
-"""Limit on segments, chunks, strips or tiles, to which max_parts() adds one per 512 bytes."""
+"""Limit on segments, chunks, strips or tiles; :func:`max_parts` adds one for each 512 bytes."""
 PIXELS_PER_PYTHON_BYTE = 16
 """Decoding a byte in Python takes as long as decoding this many pixels of PNG: 0.7 to 1.2 us."""
 PIXELS_PER_PPM_COMMENT = 2000
@@ -35,7 +35,7 @@ class TooLargeError(ValueError):
 
 
 class CountedFile(io.BytesIO):
-    """The bytes of an image, with a limited number of reads for its header."""
+    """The bytes of an image; reading more than ``reads_left`` times is a :class:`TooLargeError`."""
 
     def __init__(self, content: bytes):
         super().__init__(content)
@@ -65,7 +65,7 @@ def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) ->
         raise TooLargeError(f"is too large ({dimensions}); expected at most {max_pixels:,} pixels")
     if max(width, height) > MAX_SIDE:
         raise TooLargeError(f"is too large ({dimensions}); expected at most {MAX_SIDE:,} per side")
-    # Tiles of TIFF may be larger than the image, and are decoded completely.
+    # Tiles of a TIFF may be larger than the image; each tile is decoded completely.
     tags = getattr(image, "tag_v2", {})
     tile = [tags.get(tag, 0) for tag in (322, 323)]
     if max(tile) > MAX_SIDE or tile[0] * tile[1] > max_pixels:
@@ -127,7 +127,7 @@ def _count_scans(content: bytes) -> int:
             raise _too_many_parts(len(content))
         if marker == 0xD9:  # end of image
             break
-        if marker in (0x01, 0xD8):  # these have no length
+        if marker in (0x01, 0xD8):  # markers without a length
             continue
         scans += marker == 0xDA
         position += int.from_bytes(content[position : position + 2], "big")

@@ -66,8 +66,8 @@ IMAGE_PLACEHOLDER_RE = re.compile(
     r"|<img>[^<]*+</img>",
     re.IGNORECASE,
 )
-BRACKET_RE = re.compile(r"[<\[&]")  # a placeholder begins with one of them; found in no time
-# Qwen-VL's images, with the words that its tokenizer puts before each.
+BRACKET_RE = re.compile(r"[<\[&]")  # the first character of a placeholder; a fast first test
+# An image in Qwen-VL's form, with the words that its tokenizer puts before each image.
 QWEN_IMAGE_RE = re.compile(r"(?:Picture \d+:\s*)?<img>([^<\s][^<]*+)</img>", re.IGNORECASE)
 # The placeholders <image> at the beginning and at the end of a text.
 EDGE_PLACEHOLDERS_RE = re.compile(
@@ -89,13 +89,14 @@ NEXT_ROLES = {
 def check_messages(
     messages: Any, for_training: bool = True, images: list | None = None
 ) -> list[dict]:
-    """Return the messages in the form described above, except that images are still as in the file.
+    """Return messages in the form that the module's docstring describes. Their images are still
+    those of the file: relative paths, URLs or bytes.
 
     Args:
-        messages: Messages of a file, in the form described above or in that of OpenAI's API, TRL,
-            ms-swift or LLaMA-Factory.
-        for_training: Whether the assistant must speak last; if false, the conversation may also end
-            with a question, which is to be answered.
+        messages: Messages of a file, in the same form or in that of OpenAI's API, TRL, ms-swift or
+            LLaMA-Factory.
+        for_training: Whether the last message must be the assistant's; if false, it may also be a
+            question to answer.
         images: The row's images, for the placeholders ``<image>`` in the messages.
 
     Raises:
@@ -116,7 +117,7 @@ def check_messages(
 def read_each(
     values: Sequence[Any], name: str, read: Callable[[Any], Any], context: str = ""
 ) -> list:
-    """Apply ``read`` to each value; its ``ValueError`` is raised with the number of the value."""
+    """Return ``read(value)`` for each value; add the value's number to its ``ValueError``."""
     results = []
     for number, value in enumerate(values, start=1):
         try:
@@ -182,8 +183,8 @@ def refuse_keys(
 
     Args:
         owner: Words for the object that has the keys, such as "a message".
-        cures: What to write instead, by unknown key; the first unknown key with an entry decides.
-        more: Text that is added to the default cure.
+        cures: What to write instead, by unknown key. The first unknown key in ``cures`` decides.
+        more: Text to add to the default cure, which is used if no unknown key is in ``cures``.
     """
     unknown = [key for key in keys if key not in known]
     if unknown:
@@ -362,12 +363,12 @@ def _finish_message(draft: Draft) -> dict:
             "remove the row"
         )
     message = message | {"content": text}
-    # Image paths are not checked, because the name of a file may consist of any bytes.
+    # Image paths may contain halves, because the name of a file may consist of any bytes.
     characters = MESSAGE_ENCODER.encode(message) if "tools" in message else text
-    if half := SURROGATE_RE.search(characters + message.get("metadata", "")):
+    if surrogate := SURROGATE_RE.search(characters + message.get("metadata", "")):
         raise ValueError(
-            f"contains {ascii(half[0])}, half of a surrogate pair and not a character: add the "
-            "other half, or remove it"
+            f"contains {ascii(surrogate[0])}, half of a surrogate pair and not a character: add "
+            "the other half, or remove it"
         )
     if len(images) > 1:
         parts: list[dict] = [{"type": "image", "image": image} for image in images]

@@ -1,6 +1,6 @@
 """Refuse samples whose text refers to content that the model would not get: boxes, videos, sounds,
-and images that the sample lacks. Unknown keys and columns are refused where rows are read
-(:mod:`rows`, :mod:`formats`). Needs no torch."""
+and images that the sample lacks. (:mod:`rows` and :mod:`formats` refuse unknown keys and columns.)
+Needs no torch."""
 
 import os
 import re
@@ -14,9 +14,9 @@ from .source import DataSource
 
 MEDIA_KEYS = ("video", "videos", "audio", "audios")
 ONLY_IMAGES_CURE = "the model accepts only images: remove the row"
-MAX_NAME_LENGTH, MAX_NAMES = 1024, 8  # of names in a text that may be image files
+MAX_NAME_LENGTH, MAX_NAMES = 1024, 8  # limits on names in a text that are looked up as image files
 NAME_SEPARATOR_RE = re.compile(r"[\s()<>\"'=]+")
-# Code in Markdown, whose words are text.
+# Code in Markdown, in which placeholders are ordinary text.
 CODE_RE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 # Words in tokens and tags of ms-swift, LLaMA-Factory and the vocabularies of Qwen, InternVL, LLaVA,
 # DeepSeek-VL and others. The patterns must also be valid for re2, which Arrow uses.
@@ -30,10 +30,10 @@ class MediaPlaceholder(NamedTuple):
 
     Attributes:
         name: The content that the words stand for.
-        keys: Regular expression for the keys of a row that contain the content.
-        tokens: Regular expression for words that are never meant as text.
+        keys: Regular expression for the keys of a row that may contain the content.
+        tokens: Regular expression for words that are always placeholders.
         tags: Regular expression for words that HTML and XML also have. They are placeholders only
-            at an end of a text, before numbers, or if the row has one of ``keys``.
+            at the beginning or end of a text, before numbers, or if the row has one of ``keys``.
         cure: What to write instead.
     """
 
@@ -88,12 +88,12 @@ MEDIA_WORDS_RE = f"{_WORDS_RE}|<(?:bbox_\\d{{1,6}}|region|mask|seg|obj|frame|cli
 
 def _compile_certain_pattern(kind: MediaPlaceholder) -> re.Pattern:
     """Return the pattern of words that are placeholders whatever keys the row has: all tokens, and
-    tags that begin a text and are not closed, end a text, or precede numbers. A tag directly after
-    a word is a type in code (``List<video>``), and a tag after ``?`` names a group of a regex."""
+    tags in three positions. A tag directly after a word is a type in code (``List<video>``), and a
+    tag after ``?`` names a group of a regex."""
     positions = (
-        rf"\A\s*{kind.tags}(?![\s\S]*</)",
-        rf"(?<![\w?:.]){kind.tags}\s*\Z",
-        rf"(?<![\w?:]){kind.tags}\s*(?:[\[(][\[(\s]*-?\d|-?\d+\s*,)",
+        rf"\A\s*{kind.tags}(?![\s\S]*</)",  # at the beginning, without a closing tag
+        rf"(?<![\w?:.]){kind.tags}\s*\Z",  # at the end
+        rf"(?<![\w?:]){kind.tags}\s*(?:[\[(][\[(\s]*-?\d|-?\d+\s*,)",  # before numbers
     )
     return re.compile("|".join([kind.tokens, *(positions if kind.tags else ())]), re.IGNORECASE)
 
@@ -169,8 +169,7 @@ def _find_file_name_problem(text: str, files: ImageFiles, sample_images: set[str
         if not is_harmless and os.path.isfile(path):
             return (
                 f"{quoted(name)} in the text is an image file, which the model would not get: "
-                "write "
-                '<image> there, and the path under the row\'s key "image"'
+                'write <image> there, and the path under the row\'s key "image"'
             )
     return None
 

@@ -27,7 +27,7 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             (:class:`collate.SampleSize`).
 
     Returns:
-        The numbers of the conversations, from 0, in each pack.
+        The indices of the conversations in each pack.
 
     Raises:
         ValueError: Some conversations are longer than a pack.

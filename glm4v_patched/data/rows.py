@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .boxes import convert_boxes, spell_boxes
-from .columns import EMPTY_CELL, describe_unnamed_columns, find_unnamed_columns, named_columns
+from .boxes import box_lists_to_text, convert_boxes
+from .columns import EMPTY_CELL, describe_unmapped_columns, find_unmapped_columns, named_columns
 from .folders import hub_cache_folder
 from .formats import (
     MessagesAndImages,
@@ -30,9 +30,9 @@ from .source import DataSource, find_source_problem
 from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, file_kind, read_text
 
 ROWS_CURE = (
-    "correct these rows (image paths are relative to the file's folder, or to data.image_folder, "
-    "which also replaces data.image_root in paths of images that were moved; answer, evaluate: "
-    "--image-folder, --image-root)"
+    "correct these rows (image paths are relative to the file's folder or to data.image_folder; if "
+    "images were moved, data.image_root is the beginning of the old paths, which data.image_folder "
+    "replaces; answer and evaluate: --image-folder, --image-root)"
 )
 MAX_PROBLEMS_LISTED = 20
 MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have
@@ -129,8 +129,7 @@ def row_location(source: DataSource, line: int) -> str:
 
 
 def location_prefix(source: DataSource) -> str:
-    """Return the part of :func:`row_location` before the number; its wording depends on whether
-    rows of the source have lines."""
+    """Return the part of :func:`row_location` before the number: ``FILE:`` or ``FILE, row``."""
     path = Path(source.path)
     return f"{path}:" if path.is_file() and file_kind(path) in LINE_KINDS else f"{path}, row "
 
@@ -145,7 +144,7 @@ def iter_rows(
     """Yield each row in order, or its problem. Blank lines are not rows.
 
     Args:
-        for_training: As in :func:`check_messages`.
+        for_training: Whether each row must end with an answer of the assistant.
         shard: ``(k, n)``: yield only every n-th row, starting with row k.
 
     Raises:
@@ -156,12 +155,12 @@ def iter_rows(
         raise ValueError(f"{source.path}: {problem}")
     reader, number = _RowReader(source, for_training), -1
 
-    def is_needed(number: int) -> bool:
+    def must_parse(number: int) -> bool:  # rows of other shards, too, until one shows the format
         return number % shard[1] == shard[0] or not reader.has_fixed_format
 
-    rows = islice(_raw_rows(source, is_needed), source.max_samples)
+    rows = islice(_raw_rows(source, must_parse), source.max_samples)
     for number, (line, row) in enumerate(rows):
-        if is_needed(number):
+        if must_parse(number):
             result = reader.read(line, row)
             if number % shard[1] == shard[0]:
                 yield result
@@ -188,17 +187,18 @@ class _RowReader:
         folder = image_folder_of(source)
         # Rows from the Hub must not name files of this machine.
         within = None if source.is_local else folder
-        self.files = ImageFiles(folder, source.allow_urls, None, within, source.image_root)
+        self.files = ImageFiles(folder, source.allow_urls, within=within, root=source.image_root)
         columns = source.columns or {}
-        turn_keys = ("question", "answer") if "turns" in columns else ()  # not columns of the row
-        named = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
-        self.named = {*chain(*named), *source.ignore}
+        # With "turns", these roles name keys of the objects in the column, not columns of the row.
+        turn_keys = ("question", "answer") if "turns" in columns else ()
+        mapped = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
+        self.mapped_or_ignored = {*chain(*mapped), *source.ignore}
         self.descriptions: dict[tuple[str, ...], str] = {}
         """Messages about unknown columns, built once with the values of the first such row."""
 
     @property
     def has_fixed_format(self) -> bool:
-        """Whether the columns or the format to read all further rows by are known."""
+        """Whether it is known by which columns or format all further rows are read."""
         return bool(self.source.columns or self.format)
 
     def read(self, line: int, row: Any) -> ConversationRow | RowProblem:
@@ -218,8 +218,8 @@ class _RowReader:
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
         if self.source.boxes:
-            is_swift = not self.source.columns and "objects" not in self.source.ignore
-            objects = row.get("objects") if is_swift else None
+            reads_objects = not self.source.columns and "objects" not in self.source.ignore
+            objects = row.get("objects") if reads_objects else None  # ms-swift's
             stated_size = row.get("width"), row.get("height")
             checked = convert_boxes(checked, self.source.boxes, objects, stated_size)
         require_no_missing_media(row, checked, self.source, self.files)
@@ -229,16 +229,16 @@ class _RowReader:
         row = {key: value for key, value in raw.items() if key not in self.source.ignore}
         if columns := self.source.columns:
             row = {key: None if value is EMPTY_CELL else value for key, value in row.items()}
-            values = spell_boxes(row) if self.source.boxes else row
+            values = box_lists_to_text(row) if self.source.boxes else row
             result = read_columns(values, columns, self.source.ignore)
-            if unnamed := tuple(find_unnamed_columns(row, self.named)):
+            if unmapped := tuple(find_unmapped_columns(row, self.mapped_or_ignored)):
                 raise ValueError(
-                    self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
+                    self.descriptions.setdefault(unmapped, describe_unmapped_columns(row, unmapped))
                 )
             return result
         row = {key: value for key, value in row.items() if value is not EMPTY_CELL}
         if self.source.boxes:
-            row.pop("objects", None)  # replaces placeholders later
+            row.pop("objects", None)  # convert_boxes reads it from the unchanged row
         self.format = self.format or find_format(row)
         if self.format is None:
             keys = tuple(raw)
@@ -246,15 +246,15 @@ class _RowReader:
         return read_row_as(self.format, row)
 
 
-def _raw_rows(source: DataSource, is_needed: Callable[[int], bool]) -> NumberedRows:
+def _raw_rows(source: DataSource, must_parse: Callable[[int], bool]) -> NumberedRows:
     """Yield the line of each row and its value as stored in the file, or its problem.
 
     Args:
-        is_needed: As in :func:`read_text`.
+        must_parse: As in :func:`read_text`.
     """
     path = Path(source.path)
     if source.is_local and path.is_file() and (kind := file_kind(path)) != "table":
-        return read_text(source, kind, is_needed)
+        return read_text(source, kind, must_parse)
     from .tables import read_table  # imports pyarrow
 
     return read_table(source)

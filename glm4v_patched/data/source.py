@@ -25,8 +25,8 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 LLAMA_FACTORY_INFO = "dataset_info.json"
 """The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
 writes a different file of this name."""
-SAVE_TO_DISK_FILES = ("state.json", "dataset_dict.json")
-"""Files of ``save_to_disk`` of ``datasets``: the first of one set, the second of several splits."""
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+"""Files that ``save_to_disk`` of ``datasets`` writes for a data set, and for several splits."""
 FOLDER_CURE = (
     "expected a data file, a folder written by save_to_disk of datasets, or a folder that contains "
     "data files or images"
@@ -42,15 +42,15 @@ class DataSource:
             an id of the Hub.
         format: A name from :data:`formats.ROW_FORMATS`, or "auto".
         weight: How many times each row occurs in an epoch.
-        split, subset, revision: The part of a folder or data set of the Hub to read
-            (:func:`find_source_problem`); the split defaults to "train".
+        split, subset, revision: Which part and commit of a folder or of a data set on the Hub is
+            read; the split defaults to "train".
         image_folder: The folder to which image paths are relative; defaults to the folder of the
             file.
-        image_root: Beginning of image paths in rows that ``image_folder`` replaces.
-        ignore: Keys of rows that are left out.
+        image_root: Beginning of image paths in rows. ``image_folder`` replaces it.
+        ignore: Keys of rows that are not read.
         allow_urls: Whether images may be downloaded over http(s).
         columns: Which columns are the question, the answer and the images (:mod:`columns`).
-        max_samples: Read only this many rows, from the start.
+        max_samples: Only this many rows are read, from the start.
         boxes: The unit and order of the numbers of boxes (:data:`boxes.BOX_FORMATS`), which are
             converted to thousandths; None leaves texts as they are.
     """
@@ -82,10 +82,11 @@ class DataSource:
 
 
 def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
-    """Return the folders that a source is read from, for :func:`paths.require_apart`.
+    """Return the folders that a source is read from, each with its description, for
+    :func:`paths.require_apart`.
 
-    An ``image_folder`` that contains the source itself, such as ``.``, only completes relative
-    paths and is not counted as a folder of images.
+    An ``image_folder`` that contains the source itself, such as ``.``, is left out: it only
+    completes relative paths.
     """
     folders, images = [(f"a folder of {name}", source.path)], source.image_folder
     if images is not None and not is_within(source.path, images):
@@ -113,8 +114,8 @@ def find_path_problem(path: str) -> str | None:
         files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in known]
         if not files:
             return f"this folder contains no data set; {FOLDER_CURE}"
-        others = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]
-        return f"{others[0]} is a broken link or a pipe" if others else None
+        unreadable = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]
+        return f"{unreadable[0]} is a broken link or a pipe" if unreadable else None
     if not os.path.isfile(path):
         return "not a regular file, but a broken link, a pipe, a socket or a device"
     if not os.access(path, os.R_OK):
@@ -152,7 +153,7 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
 
 def is_saved_to_disk(path: str) -> bool:
     """Return whether a folder was written by ``save_to_disk`` of ``datasets``."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in SAVE_TO_DISK_FILES)
+    return any(os.path.isfile(os.path.join(path, name)) for name in (STATE_FILE, SPLITS_FILE))
 
 
 def find_source_problem(source: DataSource) -> str | None:
@@ -166,9 +167,7 @@ def find_source_problem(source: DataSource) -> str | None:
     elif os.path.isfile(source.path):
         supported = ()
     elif is_saved_to_disk(source.path):
-        supported = (
-            () if os.path.isfile(os.path.join(source.path, SAVE_TO_DISK_FILES[0])) else ("split",)
-        )
+        supported = () if os.path.isfile(os.path.join(source.path, STATE_FILE)) else ("split",)
     elif os.path.isfile(os.path.join(source.path, LLAMA_FACTORY_INFO)):
         return (
             f"LLaMA-Factory's folder, whose {LLAMA_FACTORY_INFO} is not read; name the file of one "
@@ -205,7 +204,7 @@ def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[DataSource, .
     values = [value] if isinstance(value, str) else value
     if not values:
         raise ValueError("an empty list; expected at least one data set")
-    return tuple(sum(read_each(values, "set", lambda item: _make_sources(item, defaults)), []))
+    return tuple(sum(read_each(values, "set", lambda item: _sources_of_entry(item, defaults)), []))
 
 
 def _is_printable_text(value: Any) -> bool:
@@ -229,7 +228,7 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _make_sources(item: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
+def _sources_of_entry(item: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
     """Build the sources of one entry: one per matching file if its path is a glob pattern."""
     item = {"path": item} if isinstance(item, str) else item
     if not isinstance(item, dict):

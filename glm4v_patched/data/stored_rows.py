@@ -43,12 +43,12 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Rows of a memory-mapped Arrow file. Processes share the file's pages, because a pickle of the
-    rows contains only the path.
+    """Rows of a memory-mapped Arrow file. A pickle of this object contains only the path, so that
+    processes share the file's pages.
 
     Attributes:
         path: None for a temporary file, which disappears with this process.
-        numbers: The numbers of these rows in the file, in ascending order.
+        numbers: The indices of these rows in the file, in ascending order.
     """
 
     path: Path | None
@@ -78,7 +78,7 @@ class StoredRows:
         return self.table.slice(self.numbers[row], 1).to_pylist()[0]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "StoredRows":
-        """Return some of the rows; ``rows`` has their numbers in ascending order."""
+        """Return some of the rows; ``rows`` has their indices in ascending order."""
         return replace(self, numbers=self.numbers[rows])
 
     def batches(self, *names: str) -> Iterator[pa.RecordBatch]:
@@ -109,7 +109,7 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
 
     Args:
         sources: The n files (shards) of each source. File k has every n-th row, starting with row
-            k, in batches of one size (:func:`write_rows`).
+            k, in batches of equal size (:func:`write_rows`).
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -128,7 +128,7 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
 
 
 def writable_folder(folder: Path | None) -> Path | None:
-    """Return a folder, and create it if it is missing; None if no file can be written there."""
+    """Return the folder, which is created if it is missing; None if it cannot be written to."""
     if folder is None:
         return None
     with suppress(OSError):
@@ -154,19 +154,19 @@ def write_stored(rows: StoredRows, path: Path) -> StoredRows:
     return read_stored(path, len(rows))
 
 
-def read_stored(path: Path, number: int) -> StoredRows:
+def read_stored(path: Path, num_rows: int) -> StoredRows:
     """Return the rows of a file that :func:`write_stored` wrote.
 
     Raises:
-        ValueError: The file is missing, or does not contain ``number`` rows.
+        ValueError: The file is missing, or does not contain ``num_rows`` rows.
     """
     try:
         rows = StoredRows.open(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise ValueError(f"{path} does not contain {number:,} rows: {error}") from error
-    if len(rows) != number or rows.table.schema != SCHEMA:
+        raise ValueError(f"{path} does not contain {num_rows:,} rows: {error}") from error
+    if len(rows) != num_rows or rows.table.schema != SCHEMA:
         has = f"{len(rows):,} rows of {rows.table.column_names}"
-        raise ValueError(f"{path} does not contain {number:,} rows: it has {has}")
+        raise ValueError(f"{path} does not contain {num_rows:,} rows: it has {has}")
     return rows
 
 
@@ -185,7 +185,7 @@ class ConversationDataset(Sequence):
     """A torch data set of conversations, each read from the disk on access.
 
     Args:
-        order: Numbers of rows, in the order of the samples; a row may occur several times.
+        order: Indices of rows, in the order of the samples; a row may occur several times.
     """
 
     def __init__(self, rows: StoredRows, order: np.ndarray):

@@ -1,9 +1,9 @@
 """Data sources of any size, read while training, with only a shuffle buffer in memory.
 
 The order of rows depends only on the seed, the size of the buffer and the number of training
-processes, not on that of worker processes. So a resumed run finds its position by counting rows.
-``IterableDataset`` of ``datasets`` is not used: it gives whole files to worker processes, so that
-one process decodes all images of a file, and it loses its buffer when a run is resumed.
+processes, not on the number of worker processes. So a resumed run finds its position by counting
+rows. ``IterableDataset`` of ``datasets`` is not used, because one worker process would decode all
+images of a file, and the buffer would be lost when a run is resumed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,9 +28,9 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE_SOURCES = "row_problems", "unreadable"
-"""Keys of a batch: the problems of rows that were dropped from it, each with its location; and the
+"""Keys of a batch: the problems of the rows that were dropped from it, with locations; and the
 reasons why sources cannot be read further, which must end the run."""
-# Stands in for a batch without usable rows.
+# Collated in place of a batch without usable rows.
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -38,10 +38,10 @@ UNSUPERVISED_CONVERSATION: list[dict] = [
 
 
 class StreamedRow(NamedTuple):
-    """A row on its way into a batch, or a problem in place of a row that cannot be used.
+    """A row, or a problem in place of a row that cannot be used.
 
     Attributes:
-        is_last: Whether the source cannot be read further after this problem.
+        is_last: Whether the source has no further rows after this problem.
     """
 
     messages: list[dict]
@@ -51,13 +51,13 @@ class StreamedRow(NamedTuple):
 
 
 class StreamDataset(IterableDataset):
-    """The endless rows of one training process; each pass through a source has another order.
+    """The endless rows of one training process, shuffled anew in each pass through a source.
 
     Args:
-        sources: The data sources. Each row comes from a source that is sampled by weight.
+        sources: The data sources. The source of each row is drawn at random, by weight.
         batch_size: Rows of a batch; each worker process reads complete batches.
         shard: ``(k, n)``: the rows are those of training process k of n.
-        buffer: Size of the shuffle buffer, divided among the sources.
+        buffer: Rows in the shuffle buffers of all sources together.
         start: Number of rows that a resumed run has already used in this process.
     """
 
@@ -106,11 +106,11 @@ class StreamDataset(IterableDataset):
             yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
     def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
-        """Yield the rows of a pass, with problems in place of unusable rows: so the other rows keep
-        their positions when such a row is corrected, or when only one worker cannot download it. If
-        the source cannot be read further, yield that problem again and again."""
+        """Yield the rows of a pass. A row that cannot be used is replaced by its problem, so that
+        the other rows keep their positions if the row is corrected, or if only one worker cannot
+        download its image. If the source cannot be read further, yield this problem forever."""
         process, num_processes = self.shard
-        location, has_ended = source.path, True
+        location, cannot_continue = source.path, True
         problem = (
             f"none of the rows of training process {process + 1} of {num_processes} can be used; "
             "expected more rows, or fewer processes"
@@ -119,27 +119,27 @@ class StreamDataset(IterableDataset):
             prefix = location_prefix(source)
             for row in iter_rows(source, shard=self.shard):
                 if isinstance(row, ConversationRow):
-                    has_ended = False
+                    cannot_continue = False
                     yield StreamedRow(row.messages, f"{prefix}{row.line}")
                 else:
                     yield StreamedRow([], f"{prefix}{row.line}", row.text)
         except ValueError as error:
-            has_ended = True
+            cannot_continue = True
             line, _, problem = str(error).removeprefix(source.path).partition(": ")
             location += line
-        while has_ended:
+        while cannot_continue:
             yield StreamedRow([], location, problem, is_last=True)
 
 
 class StreamingCollator:
-    """Collates rows that have not been checked before.
+    """Collates rows that were not checked before the training.
 
-    A row that cannot be used is dropped from its batch, which reports it under :data:`ROW_PROBLEMS`
-    or :data:`UNREADABLE_SOURCES`. Without any row, the batch has a conversation without supervised
-    tokens, because all processes must take the step.
+    A row that cannot be used is dropped from its batch. The batch has the problem under
+    :data:`ROW_PROBLEMS` or :data:`UNREADABLE_SOURCES`. If no row remains, the batch has a
+    conversation without supervised tokens, because all processes must take the step.
 
     Args:
-        max_tokens: Tokens per row for which memory was planned.
+        max_tokens: Tokens of the longest row for which memory was planned.
         max_positions: Number of position ids that the model supports.
     """
 
@@ -149,18 +149,19 @@ class StreamingCollator:
     def __call__(self, rows: list[StreamedRow]) -> dict:
         checked = [(row, row.problem or self._find_problem(row.messages)) for row in rows]
         batch = self._collate(row.messages for row, problem in checked if problem is None)
-        if isinstance(batch, str):  # an image is damaged after its header
+        if isinstance(batch, str):  # such as an image that is damaged after its header
             checked = [
                 (row, problem or self._find_problem_alone(row.messages)) for row, problem in checked
             ]
             batch = self._collate(row.messages for row, problem in checked if problem is None)
         if isinstance(batch, str):
             raise RuntimeError(f"rows that can be collated alone cannot be together: {batch}")
-        problems: dict[bool, list[str]] = {False: [], True: []}
+        problems: dict[str, list[str]] = {ROW_PROBLEMS: [], UNREADABLE_SOURCES: []}
         for row, problem in checked:
             if problem is not None:
-                problems[row.is_last].append(f"{row.location}: {problem}")
-        return {**batch, ROW_PROBLEMS: problems[False], UNREADABLE_SOURCES: problems[True]}
+                key = UNREADABLE_SOURCES if row.is_last else ROW_PROBLEMS
+                problems[key].append(f"{row.location}: {problem}")
+        return batch | problems
 
     def _collate(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
         """Return a batch, or why it cannot be made."""

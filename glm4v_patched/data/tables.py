@@ -1,8 +1,8 @@
 """Rows of tables: Parquet, Arrow, WebDataset archives, folders and data sets of the Hub.
 
-The library ``datasets`` is not used, because it opens any file that a folder's description names,
-wherever that file is (:mod:`folders`), and decodes a whole row group at once. This module reads a
-few rows at a time and does not decode images.
+The library ``datasets`` is not used, because it opens every file that a folder's description names,
+even files outside of the folder (:mod:`folders`), and decodes a complete row group at once. This
+module reads a few rows at a time and does not decode images.
 """
 
 import json
@@ -26,7 +26,7 @@ from .source import (
     CSV_SUFFIXES,
     DATA_SUFFIXES,
     FOLDER_CURE,
-    SAVE_TO_DISK_FILES,
+    STATE_FILE,
     DataSource,
     is_saved_to_disk,
     suffix_of,
@@ -49,18 +49,19 @@ METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 MAX_ROWS_PER_READ = 64
 MAX_BYTES_PER_READ = 2**27  # as Python objects; a larger row is read alone
 MAX_DICTIONARY_BYTES = 2**22
-"""Row groups up to this size keep texts in lists dictionary-encoded."""
+"""In row groups up to this size, texts in lists are read as Arrow's dictionary arrays."""
 MAX_ROW_BYTES = 2**30
 """Limit of a row; one image in it may have half as much (:data:`decoding.MAX_IMAGE_BYTES`)."""
 MAX_ROW_VALUES = 2**24
-"""Limit on the values in a list of one row, and in a column of a small file."""
+"""Limit on the values in a list of one row. A column may have as many values, too, even if the file
+is too small for them by :data:`MAX_VALUES_PER_BYTE`."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
-"""Limits on values and on unpacked bytes per byte of a file; only files that repeat values exceed
-them."""
+"""Limits on values and on unpacked bytes per byte of a file; only repeated values exceed them."""
 MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 END_OF_ARROW_STREAM = struct.pack("<iI", -1, 0)
 """Written by datasets and pyarrow when they close a file. pyarrow reads a file without it, too."""
+ClassNames = Mapping[str, list[str]]  # by column: the names for the numbers of its classes
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -73,7 +74,7 @@ def read_table(source: DataSource) -> NumberedRows:
     """Yield the number of each row (from 1) and its values by column, with :data:`EMPTY_CELL` for
     null.
 
-    Images stay bytes or paths. Numbers of classes become names.
+    Images stay bytes or paths. The number of a class is replaced by its name.
 
     Raises:
         ValueError: There is no such table, or it cannot be read.
@@ -118,15 +119,15 @@ def _saved_files(folder: Folder, source: DataSource) -> list[str]:
     """Return the files that ``save_to_disk`` wrote for a data set, or for one of its splits.
 
     Raises:
-        ValueError: There is no such split, or the data set names something that is not its file.
+        ValueError: There is no such split, or ``state.json`` names a file that the folder lacks.
     """
-    state, prefix = SAVE_TO_DISK_FILES[0], ""
-    if not folder.has(state):
-        suffix = f"/{state}"
+    prefix = ""
+    if not folder.has(STATE_FILE):
+        suffix = f"/{STATE_FILE}"
         splits = [file.removesuffix(suffix) for file in folder.files if file.endswith(suffix)]
         prefix = choose_split(folder, splits, source.split) + "/"
-    text = folder.read_text(prefix + state, MAX_STATE_BYTES)
-    where = f"{folder.path}/{prefix}{state}: _data_files"
+    text = folder.read_text(prefix + STATE_FILE, MAX_STATE_BYTES)
+    where = f"{folder.path}/{prefix}{STATE_FILE}: _data_files"
     try:
         files = [prefix + item["filename"] for item in json.loads(text)["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -140,12 +141,12 @@ def _saved_files(folder: Folder, source: DataSource) -> list[str]:
 
 
 def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
-    split_files, classes = read_subset(folder, source.subset, source.split)
+    split_files, class_names = read_subset(folder, source.subset, source.split)
     kind, files = _kind_of_files(split_files)
     metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
     is_local = not isinstance(folder, HubFolder)
     if is_local and kind in ("imagefolder", "json", "text") and not metadata_files:
-        _refuse_pairs(folder, files)
+        _refuse_image_text_pairs(folder, files)
     if kind in ("", "text"):
         example = f" (such as {split_files[0]})" if split_files else ""
         raise ValueError(
@@ -165,7 +166,7 @@ def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
                 "set: name that file or the folder of the images, or move the file elsewhere"
             )
         return _rows_of_images(folder, files)
-    return _rows_of_tables(kind, folder, files, classes)
+    return _rows_of_tables(kind, folder, files, class_names)
 
 
 def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
@@ -191,7 +192,7 @@ def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
 
 
 def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Yield rows of metadata files; ``file_name`` is an image's path relative to its file."""
+    """Yield rows of metadata files; a ``file_name`` is relative to its metadata file's folder."""
     for file in files:
         is_table = suffix_of(file) == ".parquet"
         rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
@@ -214,9 +215,9 @@ def _with_image(row: dict, folder: Folder, subfolder: str) -> dict:
     return result
 
 
-def _refuse_pairs(folder: Folder, files: list[str]) -> None:
-    """Raise ``ValueError`` if half of the files or more are pairs of an image and a text with the
-    same name (0.png, 0.txt), of which only one file would be read."""
+def _refuse_image_text_pairs(folder: Folder, files: list[str]) -> None:
+    """Raise ``ValueError`` if at least half of the files belong to a pair of an image and a text of
+    the same name (0.png, 0.txt): only one file of the pair would be read."""
     known, pairs = {*folder.files}, []
     for file in files:
         stem = os.path.splitext(file)[0]
@@ -232,15 +233,15 @@ def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     path, answer = shlex.quote(folder.path), "txt" if text.endswith(".txt") else "json.answer"
     raise ValueError(
         f"{folder.path} has {os.path.basename(image)} and {os.path.basename(text)}, an image and "
-        "its text, and datasets reads only one of the two; make a WebDataset archive of them: "
-        "tar --sort=name -cf "
-        f'{path}.tar -C {path} . (data.columns={{question: "...?", answer: {answer}, '
+        "its text, of which only one would be read; make a WebDataset archive of them: "
+        f"tar --sort=name -cf {path}.tar -C {path} . "
+        f'(data.columns={{question: "...?", answer: {answer}, '
         f"image: {image.rpartition('.')[2]}}})"
     )
 
 
 def _is_row(folder: Folder, file: str) -> bool:
-    """Return whether a JSON file is a row of a known format, which names its images itself."""
+    """Return whether a JSON file contains a row of a known format; such a row names its images."""
     path = folder.local_path(file)
     rows = [row for _, row in read_text(DataSource(path), file_kind(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
@@ -261,13 +262,13 @@ def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
 
 
 def _rows_of_tables(
-    kind: str, folder: Folder, files: list[str], classes: Mapping[str, list[str]]
+    kind: str, folder: Folder, files: list[str], class_names: ClassNames
 ) -> Iterator[dict]:
     for file in files:
-        yield from TABLE_READERS[kind](folder.local_path(file), classes)
+        yield from TABLE_READERS[kind](folder.local_path(file), class_names)
 
 
-def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a Parquet file, with only a few rows and their encoded data in memory.
 
     Raises:
@@ -279,9 +280,9 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     largest_group = _check_parquet_size(path, metadata)
     batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # A list may repeat one text any number of times, so texts in lists stay dictionary-encoded. In
-    # large row groups they are decoded: dictionaries are slower, and Arrow reads at most 2 GiB of
-    # them.
+    # A file may repeat a text in lists without limit, so these texts are read as dictionaries,
+    # which contain each text once. Large row groups are decoded instead, because dictionaries are
+    # slower there, and Arrow reads at most 2 GiB of them.
     in_lists = [
         column.path
         for column in columns
@@ -289,16 +290,17 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
         if largest_group <= MAX_DICTIONARY_BYTES
     ]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
-        yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(batch_size), classes)
+        batches = file.iter_batches(batch_size)
+        yield from _rows_of_batches(path, file.schema_arrow, batches, class_names)
 
 
 def _check_parquet_size(path: str, metadata: Any) -> int:
-    """Return the unpacked size of the largest row group, in bytes; raise ``ValueError`` if it is
-    out of proportion to the file."""
+    """Return the unpacked size of the largest row group, in bytes; raise ``ValueError`` if a file
+    of this size cannot contain so much real data."""
     size, largest = os.path.getsize(path), 0
-    expected = "real data does not compress so well: write the table again, in smaller parts"
+    cure = "real data does not compress so well: write the table again, in smaller parts"
     max_values = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
-    values: Counter[str] = Counter({"the rows": metadata.num_rows})
+    num_values: Counter[str] = Counter({"the rows": metadata.num_rows})
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         unpacked = 0
         for column in map(group.column, range(group.num_columns)):
@@ -307,23 +309,23 @@ def _check_parquet_size(path: str, metadata: Any) -> int:
                     f"{path}: the column {column.path_in_schema} is in another file, "
                     f"{column.file_path!r}; expected the whole table in one file: write it again"
                 )
-            values[column.path_in_schema] += column.num_values
+            num_values[column.path_in_schema] += column.num_values
             unpacked += column.total_uncompressed_size
         if unpacked > max(MAX_BYTES_PER_READ, MAX_EXPANSION * size):
             raise ValueError(
-                f"{path} has {size:,} bytes, and a row group unpacks to {unpacked:,}; {expected}"
+                f"{path} has {size:,} bytes, and a row group unpacks to {unpacked:,}; {cure}"
             )
         largest = max(largest, unpacked)
-    [(name, number)] = values.most_common(1)
+    [(name, number)] = num_values.most_common(1)
     if number > max_values:
         raise ValueError(
-            f"{path} has {size:,} bytes, and {name} {number:,} values; at most {max_values:,} "
-            f"are read; {expected}"
+            f"{path} has {size:,} bytes, and {number:,} values of {name}; expected at most "
+            f"{max_values:,}: {cure}"
         )
     return largest
 
 
-def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+def _rows_of_arrow(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
@@ -351,13 +353,14 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
             )
         file.seek(begin)
         table = pyarrow.ipc.open_stream(file)
-        yield from _rows_of_batches(path, table.schema, _validated_batches(path, table), classes)
+        batches = _validated_batches(path, table)
+        yield from _rows_of_batches(path, table.schema, batches, class_names)
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether the batch in an Arrow message is compressed, which pyarrow does not tell. By
-    Arrow's Message.fbs, field 2 of a message is a record batch or a dictionary batch, field 1 of a
-    dictionary batch is its record batch, and field 3 of a record batch is its compression."""
+    """Return whether the batch in an Arrow message is compressed, which pyarrow does not expose. By
+    Arrow's Message.fbs, field 2 of a message is a record batch or a dictionary batch, field 1 of
+    a dictionary batch is its record batch, and field 3 of a record batch is its compression."""
     content = message.metadata.to_pybytes()
 
     def read(format_code: str, position: int) -> int:
@@ -379,8 +382,8 @@ def _is_compressed(message: Any) -> bool:
 
 
 def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
-    """Yield batches after checking that their rows are in proportion to the file's size, and that
-    their offsets stay inside of their own bytes, which Arrow does not check."""
+    """Yield batches; raise ``ValueError`` for too many rows for a file of this size, and for
+    offsets outside of a batch, which Arrow does not check."""
     file_bytes, num_rows = os.path.getsize(path), 0
     max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * file_bytes)
     for batch in batches:
@@ -395,17 +398,17 @@ def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
 
 
 def _rows_of_batches(
-    path: str, schema: Any, batches: Any, classes: Mapping[str, list[str]]
+    path: str, schema: Any, batches: Any, class_names: ClassNames
 ) -> Iterator[dict]:
     if len({*schema.names}) < len(schema.names):
         raise ValueError(f"{path}: two columns have the same name: {', '.join(schema.names)}")
-    classes = {**classes, **_classes_of_schema(schema)}
-    classes = {column: names for column, names in classes.items() if column in schema.names}
+    class_names = {**class_names, **_class_names_of_schema(schema)}
+    class_names = {column: names for column, names in class_names.items() if column in schema.names}
     number = 0
     for batch in batches:
         for row in _rows_of_batch(f"{path}, after row {number:,}", batch):
             number += 1
-            for name, names in classes.items():
+            for name, names in class_names.items():
                 row[name] = _name_of_class(f"{path}, row {number}: {name}", row[name], names)
             yield row
 
@@ -414,8 +417,8 @@ def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
     """Yield rows as Python objects, converted a few at a time, or one by one if they are large.
 
     Raises:
-        ValueError: A row is too large. This is checked before the conversion, because a file can
-            repeat a value as often as it likes.
+        ValueError: A row is too large. This is checked before the conversion, because a small file
+            can repeat a value without limit.
     """
     start, length = 0, MAX_ROWS_PER_READ
     while start < batch.num_rows:
@@ -436,8 +439,8 @@ def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
 
 
 def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int, int]:
-    """Return the number of values in the longest array of some columns, nested ones included, and
-    how many bytes their texts have as Python objects."""
+    """Return the length of the longest array among columns and their nested arrays, and the size in
+    bytes of all texts and binary values once they are Python objects."""
     import pyarrow
     import pyarrow.compute as pc
     from pyarrow import types
@@ -450,12 +453,12 @@ def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int,
         values = max(values, len(array))
         if is_dictionary := types.is_dictionary(dtype):
             dtype = dtype.value_type
-        distinct = array.dictionary if is_dictionary else array
+        dictionary_or_array = array.dictionary if is_dictionary else array
         if _is_text_type(dtype):
-            lengths = pc.binary_length(distinct)
+            lengths = pc.binary_length(dictionary_or_array)
             size += pc.sum(lengths.take(array.indices) if is_dictionary else lengths).as_py() or 0
         elif types.is_string_view(dtype) or types.is_binary_view(dtype):  # upper bound
-            size += len(array) * distinct.get_total_buffer_size()
+            size += len(array) * dictionary_or_array.get_total_buffer_size()
         elif types.is_primitive(dtype) or types.is_null(dtype) or types.is_decimal(dtype):
             pass
         elif is_dictionary:
@@ -478,7 +481,7 @@ def _is_text_type(dtype: Any) -> bool:
     return any(test(dtype) for test in tests) or types.is_fixed_size_binary(dtype)
 
 
-def _classes_of_schema(schema: Any) -> dict[str, list[str]]:
+def _class_names_of_schema(schema: Any) -> dict[str, list[str]]:
     """Return the class names that ``datasets`` wrote into a table, by column."""
     written = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(written).get("info", {}).get("features", {}) if written else {}
@@ -498,7 +501,7 @@ def _name_of_class(location: str, value: Any, names: list[str]) -> Any:
     return names[value]
 
 
-def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+def _rows_of_archive(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a WebDataset archive.
 
     A row consists of adjacent files whose paths are equal up to the first dot of the name.
@@ -537,7 +540,7 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
                 raise ValueError(f"{path}: {member.name} occurs twice in one row")
             content = archive.extractfile(member)
             assert content is not None  # it is a file
-            row[suffix] = _decoded(f"{path}: {member.name}", suffix, content.read())
+            row[suffix] = _decode_member(f"{path}: {member.name}", suffix, content.read())
             names = {"__key__": key, "__url__": path}
         _check_end_of_archive(file, archive.offset)
     if row:
@@ -565,7 +568,7 @@ def _check_end_of_archive(file: BinaryIO, offset: int) -> None:
             )
 
 
-def _decoded(location: str, suffix: str, content: bytes) -> Any:
+def _decode_member(location: str, suffix: str, content: bytes) -> Any:
     decode = ARCHIVE_DECODERS.get(suffix.rpartition(".")[2].lower())
     try:
         return decode(content) if decode else content
@@ -581,8 +584,7 @@ TABLE_READERS = {
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop nulls inside of a value. Each row of a table has every key, and null for a missing
-    value."""
+    """Return a value without the nulls inside of it, by which a table marks missing keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):

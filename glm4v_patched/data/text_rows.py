@@ -33,40 +33,40 @@ from .image_files import file_times
 from .messages import MAX_KEYS_LISTED, quoted
 from .source import CSV_SUFFIXES, DataSource, suffix_of
 
-# The names by which pyarrow knows compressions, and Python xz, by the first bytes of a file.
+# Compressions by the first bytes of a file, with pyarrow's names; xz is read by Python's lzma.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"(\xb5/\xfd": "zstd", b"\xfd7zXZ": "xz"}
 UNPACK_COMMANDS = {"bz2": "bzip2 -dc FILE"} | {k: f"{k} -dc FILE" for k in ("gzip", "zstd", "xz")}
 BINARY_RE = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]|\A(?:<|%PDF|\{\\rtf|version https://git)")
-HEAD_BYTES = 2**16  # by which the kind and the encoding of a file are found
+HEAD_BYTES = 2**16  # read to find out the kind and the encoding of a file
 MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
 MAX_CHARACTERS = 2**27
-"""Limit of one row, of which several copies are in memory at a time."""
+"""Limit of one row; several copies of it are in memory at a time."""
 MAX_UNPACKED_BYTES, MAX_EXPANSION = 2**30, 256
-"""A compressed file may unpack to this many bytes, or to this many times its own size. Only a file
-that repeats itself unpacks to more."""
+"""A compressed file may unpack to this many bytes or to this many times its own size, whichever is
+more. Only a file that repeats itself unpacks to more."""
 TOO_LONG = (
     f"has {MAX_CHARACTERS:,} characters or more: save its images as files, or close an open quote"
 )
 MAX_KEYS = 2**20
-"""Limit on the keys of one object and on the columns of a CSV, because each is looked at."""
+"""Limit on the keys of one object and on the columns of a CSV, because each costs time."""
 TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
 MAX_DOCUMENT_CHARACTERS = 2**28
-"""Limit of a JSON array or object, which is in memory as a whole."""
+"""Limit of a JSON array or object, because all of it is in memory."""
 BLANKS_RE = re.compile(r"[ \t\r\n]*")  # as JSON defines them
 KNOWN_ROW_KEYS = {
     "image",
     *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
 }
-SNIFFED_CHARACTERS = 2**16  # read at once to find the kind of a file
+SNIFFED_CHARACTERS = 2**16  # read at once to find out the kind of a file
 NON_ROW_LISTS = ("info", "licenses", "categories")
-"""Keys of lists that are beside the rows in files such as COCO's."""
+"""Keys of lists that contain no rows, in files such as COCO's."""
 LINE_KINDS = ("JSON lines", "CSV")
 """Kinds of files in which each row has its own line."""
 CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 """Matches the text of cells that cannot be names of columns: numbers and dates."""
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
-"""Characters of a column's name. If a CSV has only one name, any other character in that name is
-taken for the delimiter."""
+"""Matches a character of a column's name. If the first line of a CSV is a single name, any other
+character in it is taken for the delimiter."""
 
 
 JSON_CURE = (
@@ -77,26 +77,26 @@ SEPARATOR_LINE_RE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 class RowProblem(NamedTuple):
-    """A row that cannot be used, and why; ``line`` is its line, or its number from 1."""
+    """Why a row cannot be used; ``line`` is the row's line, or its number (from 1) if rows of the
+    source have no lines of their own."""
 
     line: int
     text: str
 
 
 NumberedRows = Iterator[tuple[int, Any]]
-"""Pairs of a row's line (its number, from 1, if rows have no lines of their own) and its value, or
-a :class:`RowProblem`."""
+"""Pairs of a row's line, as in :class:`RowProblem`, and the row's value or problem."""
 
 
 def read_text(
-    source: DataSource, kind: str, is_needed: Callable[[int], bool] = lambda row: True
+    source: DataSource, kind: str, must_parse: Callable[[int], bool] = lambda row: True
 ) -> NumberedRows:
     """Yield the rows of a text file.
 
     Args:
         kind: The kind of the file, from :func:`file_kind`.
-        is_needed: Whether a row, by its number from 0, is needed. Other JSON lines are not parsed,
-            and their value is None.
+        must_parse: Takes the number of a row, from 0. JSON lines for which it returns False are not
+            parsed, and their value is None.
 
     Raises:
         ValueError: The file cannot be read.
@@ -104,7 +104,7 @@ def read_text(
     path = Path(source.path)
     readers: dict[str, Callable[[Path], NumberedRows]] = {
         "CSV": _read_csv,
-        "JSON lines": partial(_read_json_lines, is_needed=is_needed),
+        "JSON lines": partial(_read_json_lines, must_parse=must_parse),
         "JSON array": _read_json_array,
         "JSON object": _read_json_object,
     }
@@ -133,8 +133,8 @@ def count_lines(path: Path) -> int:
 
 
 def file_kind(path: Path) -> str:
-    """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array" or "JSON object"
-    (around rows).
+    """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array", or "JSON object" for
+    an object that contains a list of rows.
 
     Raises:
         ValueError: The file cannot be read, or its kind is not supported.
@@ -154,7 +154,7 @@ def _kind_of_json(path: Path) -> str:
         first = next((text for text in lines if text.strip()), "").lstrip()
         if first.startswith("["):
             return "JSON array"
-        is_continued = first.endswith(("{\n", "[\n"))  # even if the file is called .jsonl
+        is_continued = first.endswith(("{\n", "[\n"))  # one document, even in a file named .jsonl
         if not first.startswith("{") or suffix_of(path) == ".jsonl" and not is_continued:
             return "JSON lines"
         if not first.endswith("\n"):
@@ -187,7 +187,7 @@ def _require_text(path: Path, head: bytes) -> None:
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
 
 
-@lru_cache(maxsize=8)  # many rows may ask for it
+@lru_cache(maxsize=8)  # it may be called for many rows
 def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None:
     with _open_bytes(path) as file:
         head, kind = file.peek(HEAD_BYTES), _find_compression(path)
@@ -195,15 +195,15 @@ def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None
 
 
 def _find_encoding_problem(path: Path, text: str) -> str | None:
-    """Return what in a text of a file is not UTF-8, or None."""
+    """Return which part of a text from a file is not UTF-8, or None."""
     if INVALID_BYTE_RE.search(text) is None:
         return None
     return find_encoding_problem(text, _encoding_cure(path, file_times(str(path))))
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
-    """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, which
-    UTF-8 cannot contain, so that their line is reported later."""
+    """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, so
+    that the reader can report their line."""
     stream = _open_bytes(path)
     encoding = find_encoding(stream.peek(HEAD_BYTES))
     errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
@@ -281,12 +281,12 @@ class _JsonReader:
         return 0
 
     def pop_problem(self, text: str) -> str | None:
-        """Return what is wrong with the value decoded last from ``text``, and forget it."""
+        """Return the problem of the value that was decoded last, from ``text``, and reset it."""
         problem, self.problem = self.problem, None
         return _find_encoding_problem(self.path, text) or problem
 
 
-def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRows:
+def _read_json_lines(path: Path, must_parse: Callable[[int], bool]) -> NumberedRows:
     reader, row_numbers = _JsonReader(path), count()
     # splitlines() would also split at line separators inside of JSON strings.
     with open_text(path) as lines:
@@ -298,14 +298,14 @@ def _read_json_lines(path: Path, is_needed: Callable[[int], bool]) -> NumberedRo
                 while text and text[-1] != "\n":
                     text = read_line()
             elif text.strip():
-                parse = is_needed(next(row_numbers))
-                yield line, _parse_json_line(line, text, reader) if parse else None
+                is_needed = must_parse(next(row_numbers))
+                yield line, _parse_json_line(line, text, reader) if is_needed else None
 
 
 def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:
     value = None
     try:
-        # A line feed would make errors name the next line; files with marks may have been joined.
+        # With its line feed, errors would name the next line. Joined files have marks inside.
         value = reader.decoder.decode(text.removeprefix("\ufeff").rstrip("\n"))
     except json.JSONDecodeError as error:
         problem = f"not JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
@@ -383,12 +383,12 @@ def _read_csv(path: Path) -> NumberedRows:
             num_characters += len(text)
             if num_characters > MAX_CHARACTERS:
                 raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
-            yield text.removeprefix("\ufeff")  # of files that were joined
+            yield text.removeprefix("\ufeff")  # inside of files that were joined from several
 
     with open_text(path, newline="") as file:
         lines = read_lines(file)
         first = next(lines, "")
-        separator = SEPARATOR_LINE_RE.fullmatch(first)  # of Excel
+        separator = SEPARATOR_LINE_RE.fullmatch(first)  # a line that Excel writes
         first = next(lines, "") if separator else first
         unquoted = re.sub('"[^"]*"', "", first)
         delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=unquoted.count)
@@ -423,9 +423,9 @@ def _read_csv(path: Path) -> NumberedRows:
 
 
 def _iter_elements(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield the elements of an array, or of each list of an object, as the list's key, the
-    element's number (from 1) and the element or a :class:`RowProblem`. Values of an object that are
-    no lists have the number 0."""
+    """Yield the elements of an array, or of each list in an object, as triples: the list's key, the
+    element's number (from 1), and the element or a :class:`RowProblem`. A value in the object that
+    is not a list has the number 0."""
     document = _JsonDocument(path)
     if document.next_character() == "[":
         for number in document.items("[]"):

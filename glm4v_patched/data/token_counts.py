@@ -1,4 +1,4 @@
-"""Count the tokens of conversations without encoding them, which takes 30 times as long."""
+"""Count the tokens of conversations without encoding them; encoding takes 30 times as long."""
 
 import pickle
 import re
@@ -11,8 +11,8 @@ from ..remote.tokenization_chatglm import CHAT_TEMPLATE, PROMPT_PREFIX, build_pr
 from .messages import images_of, text_of
 
 WORD_START_RE = re.compile(r"(?<=\S)(?= )")
-"""Matches before a space that follows another character than white space. There, the tokenizer's
-pattern always splits a text, so that no token contains both of these characters."""
+"""Matches before a space that follows a character other than white space. There, the tokenizer's
+pattern always splits a text, so no token contains both characters."""
 MAX_CACHED_WORDS = 2**16
 
 
@@ -25,8 +25,8 @@ class TokenCounter:
     def __init__(self, processor):
         """Create a counter for a ``ChatGLMProcessor``.
 
-        It counts nothing if the processor has another template, splits texts in another way, or has
-        added tokens that texts of messages may contain.
+        It counts nothing if the processor has another chat template, if its tokenizer splits texts
+        in another way, or if texts of messages may contain tokens that were added.
         """
         backend = processor.tokenizer.backend_tokenizer
         added_tokens = processor.tokenizer.added_tokens_decoder.values()
@@ -36,17 +36,17 @@ class TokenCounter:
             and backend.normalizer is None
             and all(token.special for token in added_tokens)
         )
-        # Without added tokens: in texts of messages, they are plain text.
+        # This tokenizer has no added tokens, because in texts of messages they are plain text.
         self.tokenizer = Tokenizer(backend.model)
         self.tokenizer.pre_tokenizer = build_pre_tokenizer()
         self.counts: dict[str, int] = {}
 
     def count(self, conversations: Sequence[Sequence[dict]]) -> list[list[int]]:
-        """Return the numbers of unexpanded tokens of each conversation: of what is not in a message
-        (the prefix and the end), and of each message from its role token on.
+        """Return numbers of unexpanded tokens for each conversation: first the number outside of
+        messages (the prefix and the end token), then that of each message with its role token.
 
-        The list of a conversation is empty if it must be encoded, because it has tools or an empty
-        message, which the template drops.
+        The list is empty for a conversation that must be encoded instead, because it has tools or
+        an empty message, which the template drops.
         """
         words = [
             [_words_of(message) for message in messages]
@@ -77,6 +77,6 @@ def _is_countable(message: dict) -> bool:
 
 
 def _words_of(message: dict) -> list[str]:
-    """Return the texts that the template writes after the role of a message, split at words."""
+    """Return the text that the template writes after the role of a message, split into words."""
     head = f"{message.get('metadata') or ''}\n"
     return WORD_START_RE.split(head) + WORD_START_RE.split(text_of(message))

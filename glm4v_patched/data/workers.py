@@ -17,22 +17,22 @@ BYTES_PER_PIXEL = 3 * 4  # three channels in fp32
 NUM_WORKERS, PREFETCH = "dataloader_num_workers", "dataloader_prefetch_factor"
 CONTEXT = "dataloader_multiprocessing_context"
 WITHOUT_WORKERS = {PREFETCH: None, CONTEXT: None, "dataloader_persistent_workers": False}
-"""Values that torch requires without workers; they replace the recipe's if no worker fits."""
+"""Values that torch requires without workers. If no worker fits, they replace the recipe's."""
 
 
 def loader_options(
     trainer_config: Mapping[str, Any], processes: int, images: int, side: int = 1120
 ) -> dict[str, Any]:
-    """Return data-loading fields of ``TrainingArguments`` that a recipe leaves open or this machine
-    cannot provide, for one training process.
+    """Return the data-loading fields of ``TrainingArguments`` for one training process, where a
+    recipe does not set them or sets more workers than fit.
 
     By default, each process gets one worker fewer than its share of the cores, at most 8, and at
-    most :func:`workers_that_fit`; a process without workers decodes images itself. Workers end with
-    each epoch: with persistent workers, the random numbers of later epochs would differ from those
-    of runs without workers and of resumed runs.
+    most :func:`workers_that_fit`; a process without workers decodes images itself. Workers are not
+    persistent: otherwise the random numbers of later epochs would differ from those of runs without
+    workers and of resumed runs.
 
     Args:
-        trainer_config: Fields of ``TrainingArguments`` that the recipe sets.
+        trainer_config: The fields that the recipe sets.
         processes: Training processes on this machine.
         images: The largest number of images in a batch of one process.
         side: Side of an image, in pixels.
@@ -55,9 +55,9 @@ def worker_start(
     """Return the start method of workers in ``multiprocessing``; None for its default.
 
     If the recipe sets a method, it is used. Otherwise workers are spawned if the optimizer is
-    offloaded: forked workers keep the parent's memory as it was, and that optimizer rewrites all of
-    its states in the first step, so that each page would exist twice. ``forkserver`` is not used,
-    because its workers do not notice that the training process was killed.
+    offloaded. Forked workers would keep the memory that the parent had at the fork, and the first
+    step rewrites all states of the optimizer, so each page of them would exist twice. Workers of
+    ``forkserver`` do not notice that the training process was killed, so it is not used.
     """
     return trainer_config.get(CONTEXT) or ("spawn" if offload is True else None)
 

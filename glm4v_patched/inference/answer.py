@@ -112,13 +112,10 @@ def _answer_with_progress(
     write_line(describe_speed(len(questions), time.monotonic() - start, first_answer_s))
 
 
-def describe_speed(rows: int, seconds: float, first: float) -> str:
-    """Return the line that is printed at the end; :mod:`..bench.answers` parses it.
-
-    Args:
-        first: Seconds until the answers of the first batch.
-    """
-    return f"{pluralize(rows, 'row')} answered in {seconds:.1f} s, the first after {first:.1f} s"
+def describe_speed(num_rows: int, seconds: float, first_answer_s: float) -> str:
+    """Return the line that is printed at the end; :mod:`..bench.answers` parses it."""
+    total = f"{pluralize(num_rows, 'row')} answered in {seconds:.1f} s"
+    return f"{total}, the first after {first_answer_s:.1f} s"
 
 
 def answer_settings(
@@ -168,7 +165,7 @@ def _answer_in_processes(
 ) -> Generator[list[Any], None, None]:
     """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
     command = python_module_command("glm4v_patched.inference.answer_worker")
-    # start_new_session, so that only this process receives Ctrl-C.
+    # In sessions of their own, the workers do not receive Ctrl-C.
     pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
     processes: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
     try:
@@ -179,7 +176,7 @@ def _answer_in_processes(
         for batch, process in zip(batches, cycle(processes), strict=False):
             try:
                 reply = pickle.load(process.stdout)
-            except (EOFError, pickle.UnpicklingError):  # the worker ended before or within a reply
+            except (EOFError, pickle.UnpicklingError):  # no reply, or only a part of it
                 raise RuntimeError(
                     f"the process that answered rows {[question.row for question in batch]} ended "
                     f"with status {process.wait()}. If the system killed it because memory ran "

@@ -177,7 +177,7 @@ class Answerer:
         """
         if self.copy_stream is None:
             return batch.to(self.model.device)
-        # In a separate stream, because copies in the current one would wait for its kernels.
+        # A copy in the current stream would wait for the kernels in it.
         with torch.cuda.stream(self.copy_stream):
             if (pixels := batch.get("pixel_values")) is not None:
                 batch["pixel_values"] = pixels.to(self.model.device, self.model.dtype)
@@ -201,7 +201,7 @@ def load_answerer(
 
 
 def decide_dtype(options: ModelOptions, base: ModelSource, processes: int = 1) -> str:
-    """Return the dtype to compute in; print it and the reason if we have chosen it for a CPU."""
+    """Return the dtype to compute in; on a CPU, print it and the reason if it was chosen here."""
     if options.device != "cpu":
         return options.dtype
     dtype, reason = loading.choose_dtype(base, options.dtype, processes)

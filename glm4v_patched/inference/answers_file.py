@@ -136,7 +136,7 @@ class AnswersFile:
         self.path, self.file, self.overwrite = path, file, overwrite
         self.questions, self.settings = questions, settings
         self.has_begun = False
-        self.lines: dict[tuple[int, bool], AnswerLine] = {}
+        self.lines: dict[tuple[int, bool], AnswerLine] = {}  # by row number and "swapped"
 
     def read(self) -> None:
         """Read the existing lines, and remove an incomplete last line from the file."""

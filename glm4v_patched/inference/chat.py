@@ -41,7 +41,7 @@ def chat(options: Namespace) -> None:
 
     answerer = load_answerer(model_options, base, generation)
     conversation = Chat(answerer, load_model_config(base).seq_length, options.system, options.image)
-    with no_progress():  # the next question is awaited
+    with no_progress():  # waiting for a question is no progress
         conversation.run(sys.stdin)
 
 

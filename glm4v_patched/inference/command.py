@@ -38,18 +38,20 @@ def add_commands(commands) -> None:
         "adapters", type=expand_path, metavar="ADAPTER", help="a folder of LoRA adapters"
     )
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
-    merge.add_argument("--revision", help="of the adapters' base model, if it is on the Hub")
+    merge.add_argument("--revision", help="revision of the base model, if it is on the Hub")
 
     export_help = "write the model for other programs: in 8 or 4 bits, or as GGUF"
     export = commands.add_parser("export", help=export_help)
-    export.set_defaults(run=_run_export, format="auto")  # the format of the rows
+    export.set_defaults(run=_run_export, format="auto")  # of the rows, as --format of answer
     _add_model(export, ["revision", "device"])
-    bits_help = (
-        "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers; or gguf, "
-        "for llama.cpp, which takes only --gguf-type, --revision and --out"
+    format_help = (
+        "store the layers' weights as 8-bit floating point, 8-bit integers or 4-bit integers, or "
+        "write gguf for llama.cpp, which takes only --gguf-type, --revision and --out"
     )
     formats = ("fp8", "int8", "int4", "gguf")
-    export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits_help)
+    export.add_argument(
+        "--format", choices=formats, required=True, dest="export_format", help=format_help
+    )
     type_help = "type of the language model's matrices in GGUF files (default: f16)"
     export.add_argument("--gguf-type", choices=("f32", "bf16", "f16", "q8_0"), help=type_help)
     calibration_help = "rows with images, like the training data, to calibrate the rounding with"
@@ -69,7 +71,7 @@ def add_commands(commands) -> None:
     chat.add_argument("other", type=expand_path, nargs="?", metavar="MODEL2", help=second_help)
     page_help = "show a page in the browser, reachable from this machine only"
     chat.add_argument("--web", action="store_true", help=page_help)
-    chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
+    chat.add_argument("--port", type=int, metavar="N", help="port of the page (default: 7860)")
     image_help = "an image for the first question; may be given several times"
     chat.add_argument(
         "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=image_help
@@ -113,7 +115,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     data_help = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"
     parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=data_help)
     add_field = _add_fields(parser)
-    add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
+    add_field("--format", default="auto", metavar="NAME", help="format of the rows (default: auto)")
     overwrite_help = "replace --out instead of continuing it"
     parser.add_argument("--overwrite", action="store_true", help=overwrite_help)
     _add_generation(parser)
@@ -122,7 +124,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def _add_fields(parser: argparse.ArgumentParser):
     """Add the fields of a recipe's ``data`` as options; return a function that adds another."""
     add = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
-    columns_help = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
+    columns_help = "columns by their meaning: {question: a, answer: b, image: c} (docs/data.md)"
     add("--columns", metavar="YAML", help=columns_help)
     add(
         "--image-folder",
@@ -130,11 +132,11 @@ def _add_fields(parser: argparse.ArgumentParser):
         metavar="FOLDER",
         help="folder that image paths are relative to",
     )
-    add("--image-root", metavar="PREFIX", help="beginning of image paths that it replaces")
+    add("--image-root", metavar="PREFIX", help="beginning of paths that --image-folder replaces")
     add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
-    add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
+    add("--split", metavar="NAME", help="split to read, if there are splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
-    add("--boxes", metavar="FORMAT", help="of boxes in rows, as pixels_xyxy (docs/grounding.md)")
+    add("--boxes", metavar="FORMAT", help="format of boxes: pixels_xyxy, ... (docs/grounding.md)")
     return add
 
 
@@ -220,7 +222,7 @@ def _run_merge(options: argparse.Namespace) -> None:
 
 
 def _run_export(options: argparse.Namespace) -> None:
-    if options.bits == "gguf":
+    if options.export_format == "gguf":
         from .gguf_file import export_gguf
 
         for name in ("calibration", "rows", "evaluate"):
@@ -233,11 +235,11 @@ def _run_export(options: argparse.Namespace) -> None:
 
     if options.gguf_type is not None or options.calibration is None:
         raise ValueError(
-            f"--format {options.bits} needs --calibration FILE, and takes no --gguf-type"
+            f"--format {options.export_format} needs --calibration FILE, and takes no --gguf-type"
         )
     report = export(
         options.model,
-        options.bits,
+        options.export_format,
         _source(options, options.calibration),
         options.out,
         rows=options.rows or 256,

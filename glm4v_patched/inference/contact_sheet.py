@@ -39,9 +39,9 @@ def draw_sheet(
 
     Each cell has the images in their own aspect ratio, the row number, file names, question and
     answer. The answer is green if it equals the reference; otherwise it is red, with the reference
-    below it. If the reference has boxes, in thousandths, they are drawn in green on a row's only
-    image, those of the answer in red. Characters that no installed font has become squares, and the
-    sheet's first lines name them.
+    below it. If a row has one image and its reference has boxes (in thousandths), the reference's
+    boxes are drawn in green and the answer's in red. Characters that no installed font has become
+    squares, and the sheet's first lines name them.
 
     Args:
         path: PNG file to write.
@@ -117,7 +117,7 @@ def _boxes_to_draw(question: Question, answer: str) -> list[tuple[Box, str]]:
     """Return the boxes of reference and answer, with colors, if the reference has boxes."""
     reference = question.reference or ""
     expected = [(box, GREEN) for box in boxes_to_compare(reference, reference)]
-    # Those of the reference are drawn last: equal boxes are green.
+    # The reference's boxes are drawn last, so that a box that both have is green.
     return expected and [(box, RED) for box in boxes_to_compare(answer, reference)] + expected
 
 
@@ -166,7 +166,7 @@ def _installed_fonts() -> Iterator[Any]:
 
 
 def _is_invisible(character: str) -> bool:
-    """Return whether it is a control or format character, or a variation selector."""
+    """Return whether a character is a control or format character, or a variation selector."""
     return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f"
 
 
@@ -188,7 +188,7 @@ def _draw_lines(figure: Any, lines: ColoredTexts, x: int, y: int, families: list
 def _draw_images(
     figure: Any, paths: Sequence[str], cell_x: int, cell_y: int, boxes: list[tuple[Box, str]]
 ) -> None:
-    """Draw all images of a row in a grid, upright and framed, and boxes on an only image."""
+    """Draw all images of a row in a grid, upright and framed; if there is only one, with boxes."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
 

@@ -35,8 +35,8 @@ def evaluate(
         metric: ``FILE.py:FUNCTION``, computed in addition to :data:`METRICS`.
 
     Returns:
-        The content of ``metrics.json``. The key of each metric's mean is its name; the key of the
-        mean with swapped images is ``NAME_swapped``, with None if no row has images to swap.
+        The content of ``metrics.json``. The mean of a metric has the metric's name as key. The mean
+        with swapped images has the key ``NAME_swapped``, and is None if no row has images to swap.
 
     Raises:
         ValueError, RuntimeError: See :func:`answer.answer_file`. ValueError also if a row has no
@@ -91,8 +91,8 @@ def _require_own_folder(out: Path, overwrite: bool) -> None:
 def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> dict[str, Any]:
     """Return the numbers of rows, and each metric's mean with right and with swapped images.
 
-    Scores of boxes and operations are means over the rows whose reference has one, and are left out
-    if there is no such row.
+    Scores of boxes and operations are means over the rows whose reference has a box or operation.
+    They are left out if there is no such row.
     """
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]

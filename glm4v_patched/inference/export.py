@@ -158,8 +158,7 @@ def export(
         raise ValueError(
             f"the {device} has {format_bytes(free_bytes)} of memory free, and the export needs "
             f"about {format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
-            f"{len(conversations):,}), "
-            "or use a larger machine, or --device cpu, which is slow"
+            f"{len(conversations):,}), or use a larger machine, or --device cpu, which is slow"
         )
     with create_folder_atomically(out) as partial:
         if base.adapters is not None:
@@ -247,13 +246,13 @@ def estimate_needs(
     bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
     num_quantized = sum(
         len(stack) * linear.weight.numel()
-        for stack, of_layer in zip(stacks, linears, strict=True)
-        for linear in of_layer
+        for stack, layer_linears in zip(stacks, linears, strict=True)
+        for linear in layer_linears
     )
     # At most one 2-byte scale for each group of 128 weights.
     disk_bytes = weights - num_quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
     # GPTQ keeps the fp32 Hessians of one layer; inverting the largest takes three copies of it.
-    hessians = [[4 * linear.in_features**2 for linear in of_layer] for of_layer in linears]
+    hessians = [[4 * linear.in_features**2 for linear in layer] for layer in linears]
     gptq_bytes = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision

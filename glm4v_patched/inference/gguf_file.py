@@ -1,8 +1,8 @@
 """Write a model as two GGUF files for llama.cpp: the language model, and the vision tower (mmproj).
 
-llama.cpp has no glm-4v. Its architecture ``qwen2vl`` computes the same language model, because its
-rotary embedding takes four positions for each token, and tokens of the same first position are
-ordered by the others. The tower needs the patch in docs/upstream/llama_cpp.md.
+llama.cpp has no glm-4v. Its architecture ``qwen2vl`` computes the same language model: its rotary
+embedding takes four positions for each token, so tokens of an image can share the first position
+and still be ordered by the others. The tower needs the patch in docs/upstream/llama_cpp.md.
 
 Tensors are read, converted and written one after the other, so that only one is in memory.
 """
@@ -38,7 +38,7 @@ GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")
 TOWER = "transformer.vision."
 UNUSED_TENSORS = {"transformer.rotary_pos_emb.inv_freq"}  # constants
 METADATA_BYTES = 50_000_000  # more than the vocabulary and the merges of glm-4v-9b take
-# The key in which a file names the end of text, of a turn and of a message, in this order.
+# Names in a file's keys for the ids that end a text, a turn and a message, in this order.
 END_KEYS = ("eos", "eot", "eom")
 POSITIONS = (
     "The embeddings of an image, with those of begin and end, follow a text of p tokens. The "
@@ -54,9 +54,9 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
 
     Args:
         model: Folder of a model, or an id on the Hub.
-        type_name: One of :data:`GGUF_TYPES`, the type of the language model's matrices. The tower
-            is stored as f32 with f32, and else as f16. With q8_0, so are matrices whose rows are
-            not a multiple of 32 long.
+        type_name: One of :data:`GGUF_TYPES`, the type of the language model's matrices. With f32,
+            the tower is stored as f32, too; otherwise as f16. With q8_0, matrices whose row length
+            is not a multiple of 32 are stored as f16.
 
     Raises:
         ValueError: The model, its tokenizer or ``out`` cannot be used, or the disk is too small.
@@ -137,7 +137,7 @@ def channel_order(config: "ChatGLMConfig") -> "Tensor":
     """Return the order of a head's channels in which llama.cpp rotates the pairs that we rotate.
 
     llama.cpp pairs channels that are half a head apart, and rotates the first half of the pairs by
-    the first position. These are our pairs; channels that are not rotated follow them.
+    the first position. So our pairs become the first half; channels that are not rotated follow.
     """
     import torch
 
@@ -151,8 +151,8 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
     """Return the tensors of the language model, by their names in llama.cpp's qwen2vl."""
     order = channel_order(config)
 
-    def take(start: int, end: int | None, rotated: bool) -> Callable[["Tensor"], "Tensor"]:
-        if not rotated:
+    def take(start: int, end: int | None, is_rotated: bool) -> Callable[["Tensor"], "Tensor"]:
+        if not is_rotated:
             return lambda fused: fused[start:end]
         return lambda fused: fused[start:end].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
@@ -189,8 +189,8 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
 def tower_tensors(config: "ChatGLMConfig") -> "TensorTable":
     """Return the tensors of the tower and the projector, by their names in llama.cpp's CogVLM.
 
-    There the class token is the last one. The division by ``scaling_factor`` is applied to the last
-    matrix and to the embeddings of begin and end.
+    In CogVLM the class token is the last token. The last matrix and the embeddings of begin and end
+    are stored divided by ``scaling_factor``.
     """
 
     def scale(tensor: "Tensor") -> "Tensor":
@@ -289,13 +289,13 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
         )
     tokens = [texts.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model("gpt2")
-    # The same pattern; they differ in whether a piece of text that is a token is split further.
+    # Both names have glm-4v's pattern. With "glm4", a piece of text that is a token is not split.
     writer.add_tokenizer_pre("glm4" if model["ignore_merges"] else "chatglm-bpe")
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
     merges = model["merges"]
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_add_bos_token(False)  # there is room for one token; the template has [gMASK]<sop>
+    writer.add_add_bos_token(False)  # it adds one token; the template has two, [gMASK]<sop>
     for key, token_id in special_ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
     writer.add_chat_template(tokenizer.get_chat_template())
@@ -326,15 +326,16 @@ def _declare_tensors(
     import numpy as np
     import torch
 
-    wanted = gguf.GGMLQuantizationType[type_name.upper()]
+    matrix_kind = gguf.GGMLQuantizationType[type_name.upper()]
     extent = "ALL" if type_name == "f32" else "MOSTLY"
     writer.add_file_type(gguf.LlamaFileType[f"{extent}_{type_name}".upper()])
     total = 0
     for name, (source, convert) in table.items():
         shape = convert(torch.empty(infos[source].shape, device="meta")).shape
-        kind = wanted if len(shape) > 1 and "position" not in name else type(wanted).F32
+        is_matrix = len(shape) > 1 and "position" not in name
+        kind = matrix_kind if is_matrix else type(matrix_kind).F32
         if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = type(wanted).F16
+            kind = type(matrix_kind).F16
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         num_bytes = shape.numel() // block * block_bytes
         writer.add_tensor_info(name, [*shape], np.dtype(np.float32), num_bytes, raw_dtype=kind)

@@ -24,7 +24,7 @@ class Operation(NamedTuple):
 
 
 def find_operation(text: str) -> Operation | None:
-    """Return the last complete operation of a text; explanations come before it."""
+    """Return the last complete operation of a text, because explanations come before it."""
     for name in reversed([*OPERATION_NAME_RE.finditer(text)]):
         operation, position = Operation(name[1], {}, []), name.end()
         while argument := ARGUMENT_RE.match(text, position):
@@ -81,10 +81,10 @@ def operation_name(answer: str, reference: str) -> float:
 
 
 def operation_arguments(answer: str, reference: str) -> float:
-    """Return the share of equal arguments, boxes aside, of operations of the same name.
+    """Return the share of equal arguments if both texts have an operation of the same name, else 0.
 
-    An argument that one of them lacks counts as different. Without arguments the share is 1, and
-    for operations of different names 0.
+    Boxes are not compared. An argument that only one operation has counts as different. If neither
+    has arguments, the share is 1.
     """
     if (operations := _operations_of_same_name(answer, reference)) is None:
         return 0.0
@@ -103,7 +103,7 @@ OPERATION_METRICS = {"operation_name": operation_name, "operation_arguments": op
 
 
 def metric_applies(name: str, reference: str) -> bool:
-    """Return whether a metric is computed for a reference; other metrics apply to all."""
+    """Return whether a metric applies to a reference: a score of boxes only if it has boxes."""
     if name in BOX_METRICS:
         return bool(boxes_to_compare(reference, reference))
     return name not in OPERATION_METRICS or find_operation(reference) is not None

@@ -1,9 +1,9 @@
 """A calibration pipeline for llm-compressor's GPTQ that runs one layer at a time.
 
-llm-compressor's sequential pipeline traces the whole model with torch.fx, which fails on sequences
-whose lengths depend on their images. Its basic pipeline keeps the statistics of all layers at once
-(100 GB at the real size). Here each layer is called alone, on its recorded inputs. Only
-:mod:`export` imports this module.
+llm-compressor's sequential pipeline traces the complete model with torch.fx, which fails on
+sequences whose lengths depend on their images. Its basic pipeline keeps the statistics of all
+layers at once (100 GB at the real size). Here each layer is called alone, on its recorded inputs.
+Only :mod:`export` imports this module.
 """
 
 import sys

@@ -58,7 +58,7 @@ def require_finite_logits(model: Any, batch: Any) -> None:
 
 
 def describe_cause(model: Any, batch: Any) -> str:
-    """Return a line that names the first non-finite weight, else input, else layer output."""
+    """Return a line with the first non-finite weight; if none, input; if none, layer output."""
     if name := _nonfinite_weight(model):
         return (
             f"{NONFINITE_LOGITS}, because the weight {name} is. Either its file is damaged or the "

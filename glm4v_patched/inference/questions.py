@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
     Args:
         row: Line in the file.
-        prompt: Messages.
+        prompt: The messages before the answer.
         reference: The answer that the row ends with; None if it ends with a question.
         swapped: Whether the images are those of another row.
     """
@@ -90,7 +90,7 @@ class Generation:
     @property
     def do_sample(self) -> bool:
         """Whether tokens are sampled instead of chosen greedily."""
-        return not self.temperature is self.top_p is self.top_k is None
+        return any(value is not None for value in (self.temperature, self.top_p, self.top_k))
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the options as arguments of ``transformers.GenerationConfig``."""
@@ -105,7 +105,7 @@ class ModelOptions:
 
     Args:
         model: Folder of a model or of LoRA adapters, or an id on the Hub.
-        processes: Processes that answer; None for one on each GPU.
+        processes: Number of processes that answer; None starts one on each GPU.
     """
 
     model: str

@@ -94,8 +94,8 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
 def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
     """Return questions with all of their images replaced by those of another row, the partner.
 
-    A partner has another reference and equally many images, all of them different. Partners with
-    the same question text are preferred. Rows without images or without a partner are left out.
+    A partner has another reference and as many images, none of which the row has. Partners with the
+    same question text are preferred. Rows without images or without a partner are left out.
 
     Args:
         digests: sha256 of image files by path; equal digests are the same image.
@@ -121,11 +121,11 @@ def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> li
 def _find_partners(
     questions: Sequence[Question], digests: Mapping[str, str]
 ) -> dict[int, Question]:
-    """Return for row numbers a question with another reference and none of the row's images."""
+    """Return each row's partner by row number: it has another reference and none of its images."""
     # Shuffled, because neighbors in a file that is sorted by answers have the same reference.
     rows = random.Random(0).sample(questions, len(questions))
     images = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
-    # The search skips runs of equal values: trying each row takes minutes if one answer is rare.
+    # The search skips runs of equal values: trying each row takes minutes if most are equal.
     next_reference = _steps_to_next_different([row.reference for row in rows])
     next_images = _steps_to_next_different(images)
     partners: dict[int, Question] = {}

@@ -1,8 +1,8 @@
 """A vLLM plug-in that gives glm-4v its image positions; vLLM finds it by its entry point.
 
 vLLM's own class gives each token of an image a position of its own. In the published model, and in
-models trained from it, the inner tokens of an image (between its begin and end token) share one
-position. Without this plug-in, an image with ``n`` inner tokens makes the positions of the text
+models trained from it, all tokens between an image's begin and end token (its inner tokens) share
+one position. Without this plug-in, an image with ``n`` inner tokens makes the positions of the text
 after it too large by ``n - 1``.
 
 vLLM calls :func:`register` in each of its processes, whatever model it serves. So this module
@@ -102,7 +102,7 @@ class SharedPositions:
         config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
         if not model_config.uses_mrope:
             raise RuntimeError(_incompatible(["vllm.config.ModelConfig.uses_mrope stays False"]))
-        rotation = "" if config.original_rope else " and rotation by halves"
+        rotation = "" if config.original_rope else " and rotate_half (original_rope: false)"
         logger.info("glm-4v with shared image positions%s, by glm4v_patched", rotation)
 
     @staticmethod
@@ -151,14 +151,14 @@ def check_vllm() -> None:
         logger.warning("glm4v_patched was tested with vLLM up to %s only", NEWEST_VLLM)
 
 
-def require_rotation(original_rope: bool, is_by_halves: Iterable[bool]) -> None:
+def require_rotation(original_rope: bool, neox_styles: Iterable[bool]) -> None:
     """Raise ``RuntimeError`` unless vLLM's layers rotate as the config says.
 
     Args:
-        original_rope: The config's setting.
-        is_by_halves: ``is_neox_style`` of the rotary embeddings of vLLM's model.
+        original_rope: The config's setting. False is rotate_half, which vLLM calls neox style.
+        neox_styles: ``is_neox_style`` of each rotary embedding of vLLM's model.
     """
-    if any(style is original_rope for style in is_by_halves):
+    if any(style is original_rope for style in neox_styles):
         name = "vllm.model_executor.models.chatglm.GLMAttention"
         mismatch = f"{name} sets is_neox_style to {original_rope} for {original_rope=}"
         raise RuntimeError(_incompatible([mismatch]))
@@ -210,7 +210,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def never_generated_ids(config: Any) -> list[int]:
-    """Return the image token ids, because a trainer would take one in an answer for a lost image.
+    """Return the image token ids. A trainer would mistake one in an answer for a lost image.
 
     :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate them either.
     """

@@ -1,7 +1,7 @@
 """The chat page of ``chat --web`` for everybody: ``python app.py MODEL [PORT]``.
 
-The command serves its page to one user of this machine, by a key. A Space is public and shown in a
-frame of huggingface.co: there is no key, requests have low limits, and that host may show the page.
+``chat --web`` serves its page to one user of this machine, who needs a key. A Space is public: this
+page needs no key, has low limits, and may be shown in a frame of huggingface.co.
 """
 
 import sys

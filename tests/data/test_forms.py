@@ -296,7 +296,7 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
     assert len(read(tmp_path / "a.json", f"[{', '.join(lines)}, broken", max_samples=5)) == 5
 
 
-@pytest.mark.parametrize("name", ["a folder a class", "imagefolder, metadata.csv", "Parquet"])
+@pytest.mark.parametrize("name", ["one folder per class", "imagefolder, metadata.csv", "Parquet"])
 def test_a_path_is_no_pattern(examples, tmp_path, name):
     original, fields = make(name, tmp_path, examples)
     path = original.rename(tmp_path / f"ü a{{b,c}}!#[1]*{original.suffix}")

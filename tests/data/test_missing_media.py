@@ -122,7 +122,7 @@ def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folde
         assert isinstance(read(folder, {"messages": row})[0], ConversationRow)
 
 
-@pytest.mark.parametrize("name", ["Parquet", "CSV", "a folder a class", "WebDataset"])
+@pytest.mark.parametrize("name", ["Parquet", "CSV", "one folder per class", "WebDataset"])
 def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     examples = data_forms.draw(tmp_path, 6)

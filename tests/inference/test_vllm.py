@@ -316,9 +316,9 @@ def test_vllm_rotates_as_the_config_says(fake, logged, words):
     for fields in ({}, {"original_rope": True}):
         model = settings(**fields)
         SharedPositions.verify_and_update_model_config(model)
-        assert model.hf_config.original_rope is True and "by halves" not in logged.text
+        assert model.hf_config.original_rope is True and "rotate_half" not in logged.text
     SharedPositions.verify_and_update_model_config(settings(original_rope=False))
-    assert "by halves" in logged.text
+    assert "rotate_half" in logged.text
     for value in ("false", "true", 0, None):
         with pytest.raises(ValueError, match=f"original_rope is {value!r}; expected true"):
             SharedPositions.verify_and_update_model_config(settings(original_rope=value))

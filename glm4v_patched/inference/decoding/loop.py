@@ -8,19 +8,19 @@ After every token, transformers' own loop reads from the device whether all sequ
 It prepares the next step only after that, while the device is idle. This loop keeps an "unfinished"
 flag for each sequence on the device, copies the flags to the host asynchronously, and reads a copy
 up to :data:`MAX_LAG` steps later. So up to :data:`MAX_LAG` steps may run after the last sequence
-has ended; their tokens are cut off. These extra steps also change the KV cache and torch's random
+has ended; their tokens are removed. These extra steps also change the KV cache and torch's random
 state, so callers have to reset both afterwards: :class:`.static_cache.StaticCaches` resets the
-cache, and :class:`..answer_worker.Answerer` the random state.
+cache, and :class:`..answer_worker.Answerer` resets the random state.
 
 The tokens equal those of transformers' uncompiled loop bit for bit, because the same logits
 processors and stopping criteria run in the same order. The loop supports greedy decoding and
 sampling of one answer per sequence. Logits processors or stopping criteria from outside
-transformers may count their calls, so with them the flags are read after every token. Two parts of
-transformers synchronize by themselves: ``no_repeat_ngram_size`` reads ids on the host, and
+transformers may count their calls; if there are any, the flags are read after every token. Two
+parts of transformers synchronize by themselves: ``no_repeat_ngram_size`` reads ids on the host, and
 ``torch.isin`` sorts the end-of-sequence ids if there are more than about ten.
 
-NaN or infinite logits raise an error. The loop checks the logits of the first token and of the
-last one; it need not check those between, because NaN persists in the KV cache.
+NaN or infinite logits raise an error. The loop checks only the logits of the first and of the last
+token: NaN stays in the KV cache, so NaN at a token between them reaches the last one.
 """
 
 from typing import Any
@@ -41,8 +41,8 @@ from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
 # How many further decode steps may be queued before a step's unfinished flags are read, by device
-# type; 0 for other types. With 1, the host would have to queue each step in the time of one step on
-# the device; 2 leaves it twice the time.
+# type; 0 for other types. With 1, the host would have to queue a step in the time that one step
+# takes on the device; with 2, it has twice the time.
 MAX_LAG = {"cuda": 2}
 NONFINITE = 2  # value of a sequence's unfinished flag (else 0 or 1) if its logits are not finite
 # Suffixes of tensors name their dimensions: B sequences, V vocabulary entries.
@@ -84,7 +84,7 @@ def decode_without_sync(
     pad_id = None
     if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         pad_id = _private_attribute(generation_config, "_pad_token_tensor").to(device)
-    # Whether the flags may be read late: code from outside transformers might count its calls.
+    # Code from outside transformers may count its calls, so extra steps could change its results.
     is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
     max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
@@ -105,7 +105,7 @@ def decode_without_sync(
         finite_B = None
         if length == prompt_length:
             finite_B = has_finite_logits(logits_BV)
-            # Criteria from outside transformers may pass the token on, so check before they run.
+            # A criterion from outside transformers may send the token to a client, so check first.
             if not is_async:
                 require_all_finite(finite_B)
         ids_so_far: Any = ids[:, :length]
@@ -121,15 +121,18 @@ def decode_without_sync(
             unfinished.logical_and_(~is_done)
         if criteria or token_streamer is not None or finite_B is not None:
             tracker.add(unfinished, tokens_B, finite_B)
-        if length == max_length or tracker.all_finished():
+        tracker.read_flags(max_lag)
+        if length == max_length or tracker.num_tokens is not None:
             break
+        # The model's _expand_inputs_for_generation has added this; it knows positions and lengths.
         prompt = model_kwargs["expanded_prompt"]
+        # With a static cache, the inputs are advanced in place; otherwise this returns False.
         if inputs is None or not model.advance_decode_inputs(
             inputs, tokens_B[:, None], prompt, length - prompt_length
         ):
             inputs = model.prepare_inputs_for_generation(ids_so_far, **model_kwargs)
         outputs = forward(**inputs, return_dict=True)
-    tracker.all_finished(max_lag=0)
+    tracker.read_flags(max_lag=0)
     require_all_finite(has_finite_logits(logits_BV))
     if token_streamer is not None:
         token_streamer.end()
@@ -141,13 +144,13 @@ def _next_tokens(scores_BV: Tensor, do_sample: bool) -> Tensor:
     if not do_sample:
         return scores_BV.argmax(dim=-1)
     probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
-    # On a GPU, multinomial of NaN would abort the process; the FinishedTracker reports NaN.
+    # On a GPU, NaN would make multinomial abort the process; the loop raises NonFiniteLogits later.
     probabilities.nan_to_num_(nan=1.0)
     return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
 def _private_attribute(owner: Any, name: str) -> Any:
-    """Return a private attribute of a transformers object, or raise an error with the cure."""
+    """Return a private attribute of an object of transformers; raise an error if it is missing."""
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
@@ -166,18 +169,19 @@ class FinishedTracker:
 
     Args:
         unfinished_B: Unfinished flags; only their device and number are used.
-        max_lag: Number of latest steps whose flags need not have arrived yet.
+        max_lag: Largest number of steps whose flags may be on their way to the host.
         streamer: Receives the tokens of each step, if it is not None.
 
     Attributes:
-        num_tokens: Number of steps after which all sequences had finished; None if not known yet.
+        num_tokens: Number of steps after which all sequences had finished; None before the host
+            knows that they have.
     """
 
     def __init__(self, unfinished_B: Tensor, max_lag: int, streamer: Any):
         is_cuda = unfinished_B.device.type == "cuda"
         shape = max_lag + 1, len(unfinished_B)
         on_host: dict[str, Any] = {"device": "cpu", "pin_memory": is_cuda}
-        self.max_lag, self.streamer, self._device = max_lag, streamer, unfinished_B.device
+        self.streamer, self._device = streamer, unfinished_B.device
         self.num_tokens: int | None = None
         # Ring buffers with one slot for each step that may be in flight.
         self._unfinished = torch.ones(shape, dtype=torch.uint8, **on_host)
@@ -203,12 +207,8 @@ class FinishedTracker:
             copied.record(torch.cuda.current_stream(self._device))
         self._num_added += 1
 
-    def all_finished(self, max_lag: int | None = None) -> bool:
-        """Return whether all sequences are known to have finished.
-
-        Waits for the flags of all steps except the last ``max_lag``.
-        """
-        max_lag = self.max_lag if max_lag is None else max_lag
+    def read_flags(self, max_lag: int) -> None:
+        """Wait for the flags of all steps except the last ``max_lag``, and read them."""
         while self.num_tokens is None and self._num_added - self._num_read > max_lag:
             slot = self._num_read % len(self._copied)
             if (copied := self._copied[slot]) is not None:
@@ -220,18 +220,18 @@ class FinishedTracker:
                 self.streamer.put(self._tokens[slot].clone())
             if not self._unfinished_on_host[slot].any():
                 self.num_tokens = self._num_read
-        return self.num_tokens is not None
 
 
 class _CachedSuppressTokens(LogitsProcessor):
-    """transformers' ``SuppressTokensLogitsProcessor``, with its mask computed only once."""
+    """A ``SuppressTokensLogitsProcessor`` that computes its mask only once."""
 
     def __init__(self, processor: SuppressTokensLogitsProcessor):
         self.processor, self.is_suppressed = processor, None
 
     is_suppressed: Tensor | None
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:  # the base class has CPU types
+    # Not Tensor: transformers annotates these arguments as tensors on the CPU.
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self.is_suppressed is None:
             self.is_suppressed = self.processor(input_ids, torch.zeros_like(scores[:1])).isinf()
         return scores.masked_fill(self.is_suppressed, -float("inf"))

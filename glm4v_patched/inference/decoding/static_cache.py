@@ -61,8 +61,8 @@ class StaticCaches:
 def choose_cache(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
     """Return ``"static"`` or ``"dynamic"`` for the option ``--cache``.
 
-    ``auto`` means static on a GPU if a CUDA graph can capture decode steps with weights of this
-    format, otherwise dynamic.
+    On a GPU, ``auto`` means static if a CUDA graph can capture decode steps with weights of this
+    format. Otherwise it means dynamic.
     """
     weights = weights or quantized_by(base.model, base.revision)
     return choose_cache_implementation(cache, weights, "dynamic" if device == "cpu" else "static")

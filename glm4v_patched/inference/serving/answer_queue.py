@@ -20,7 +20,7 @@ from .requests import ParsedRequest
 MAX_BATCH_SIZE = 16
 """Requests answered at once."""
 MAX_BATCH_IMAGES = 16
-"""Images in a batch, which the vision tower takes all at once; a single request may have more."""
+"""Images in a batch of several requests, because the vision tower encodes them all at once."""
 
 
 class AnswerEnd(NamedTuple):
@@ -28,13 +28,13 @@ class AnswerEnd(NamedTuple):
 
     Args:
         reason: OpenAI's finish_reason, "stop" or "length".
-        tokens: Tokens of the answer.
-        prompt_tokens: Tokens of the prompt, image tokens included.
+        num_tokens: Number of tokens of the answer.
+        num_prompt_tokens: Number of tokens of the prompt, image tokens included.
     """
 
     reason: str
-    tokens: int
-    prompt_tokens: int
+    num_tokens: int
+    num_prompt_tokens: int
 
 
 AnswerEvent = str | AnswerEnd | ApiError
@@ -46,9 +46,9 @@ class QueuedRequest:
     """A request in the queue.
 
     Args:
-        on_event: Called with each text and then the end, or with an error at any time. The caller
-            may be any thread.
-        cancelled: Set by the application to stop the answer; further events may then be missing.
+        on_event: Called with each text and then with the end, or at any time with an error; any
+            thread may call it.
+        cancelled: The application sets it to stop the answer; no more events need to follow then.
     """
 
     request: ParsedRequest
@@ -115,8 +115,8 @@ class AnswerQueue:
                     return
                 batch = self._next_batch()
             sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
-            # Every sequence of a batch is padded to the longest answer, even one that has ended.
-            # A sequence with too few positions left for the padding is answered alone.
+            # Each sequence of a batch is padded to the batch's longest answer. A sequence that has
+            # too few positions left for the padding is answered alone.
             longest = max((seq.max_tokens for seq in sequences), default=0)
             self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
             for seq in sequences:
@@ -152,7 +152,7 @@ class AnswerQueue:
                     400,
                     f"the messages take {length:,} of the model's {limit:,} positions (3 per "
                     "image), which leaves none for an answer: send fewer or shorter messages",
-                    request.key,
+                    request.prompt_key,
                     "context_length_exceeded",
                 )
         except Exception as error:
@@ -170,7 +170,7 @@ class AnswerQueue:
             if sequences:
                 self._answer(sequences)
         except Exception as error:  # any type, because the thread must go on to later requests
-            if len(sequences) > 1 and not any(seq.tokens for seq in sequences):
+            if len(sequences) > 1 and not any(seq.num_tokens for seq in sequences):
                 for seq in sequences:  # one of them, or the batch size, may be the cause
                     self._answer_or_fail([seq])
                 return
@@ -184,10 +184,10 @@ class AnswerQueue:
         try:
             batch = answerer.encode([seq.queued.request.prompt for seq in sequences])
         except ValueError as error:  # an image that cannot be decoded
-            raise ApiError(400, str(error), request.key) from None
+            raise ApiError(400, str(error), request.prompt_key) from None
         lengths = batch["attention_mask"].sum(-1).tolist()
         for seq, length in zip(sequences, lengths, strict=True):
-            seq.prompt_tokens = length
+            seq.num_prompt_tokens = length
         max_tokens = max(seq.max_tokens for seq in sequences)
         generation = replace(request.generation, max_new_tokens=max_tokens)
         seed_offset = self._num_batches  # so that each batch samples differently
@@ -207,12 +207,12 @@ class AnswerQueue:
         size = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
         took = f"in {time.monotonic() - start:.1f} s{size}"
         for seq in sequences:
-            line = f"{seq.prompt_tokens} prompt tokens, {seq.tokens} generated {took}: {seq.reason}"
-            log(request.model or "model", line)
+            counts = f"{seq.num_prompt_tokens} prompt tokens, {seq.num_tokens} generated"
+            log(request.model or "model", f"{counts} {took}: {seq.reason}")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the client's error: an ``ApiError`` unchanged, any other as status 500."""
+    """Return the error to send to the client: an ``ApiError`` as it is, else status 500."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"{type(error).__name__}: {error}")
@@ -224,21 +224,21 @@ def shutdown_error() -> ApiError:
 
 
 class AnswerSequence(AnswerStreamer):
-    """One sequence of a batch, which sends its text to the client, up to a stop text.
+    """One sequence of a batch. It sends its text to the client, up to a stop text.
 
-    Trailing white space, and text that may begin a stop text, is withheld until the next text shows
-    whether it belongs to the answer.
+    White space at the end, and text that may be the beginning of a stop text, is withheld until the
+    next text shows whether it belongs to the answer.
 
     Args:
         max_tokens: Maximum number of tokens of the answer.
         end_ids: Ids of the tokens that end the answer.
         is_closed: Returns whether the server is shutting down.
-        positions_left: Position ids of the model's context length that the prompt leaves.
+        positions_left: Number of position ids that the prompt leaves for the answer.
 
     Attributes:
-        withheld: Text that may still turn out to begin a stop text.
+        withheld: Text that is not sent yet.
         is_stopped: Whether a stop text has ended the answer.
-        reason: Why the answer has ended; empty before.
+        reason: Why the answer has ended; empty until then.
     """
 
     def __init__(
@@ -255,19 +255,19 @@ class AnswerSequence(AnswerStreamer):
         self.queued, self.max_tokens, self.end_ids = queued, max_tokens, end_ids
         self.is_closed, self.positions_left = is_closed, positions_left
         self.stop_texts, self.withheld, self.is_stopped = queued.request.stop, "", False
-        self.tokens, self.prompt_tokens, self.reason = 0, 0, ""
+        self.num_tokens, self.num_prompt_tokens, self.reason = 0, 0, ""
 
     def append_token(self, token: int) -> bool:
         """Add the next token; return whether the answer ends with it."""
         if self.reason:
             return True
-        self.tokens += 1
+        self.num_tokens += 1
         self.put(torch.tensor([token]))
-        if token in self.end_ids or self.is_stopped or self.tokens >= self.max_tokens:
-            self.end()  # sends the withheld text; may find a stop text in it and set is_stopped
+        if token in self.end_ids or self.is_stopped or self.num_tokens >= self.max_tokens:
+            self.end()  # sends the withheld text, unless it has a stop text: is_stopped is then set
             is_complete = token in self.end_ids or self.is_stopped
             self.reason = "stop" if is_complete else "length"
-            self.queued.on_event(AnswerEnd(self.reason, self.tokens, self.prompt_tokens))
+            self.queued.on_event(AnswerEnd(self.reason, self.num_tokens, self.num_prompt_tokens))
         elif self.queued.cancelled.is_set():
             self.reason = "the client disconnected"
         elif self.is_closed():

@@ -19,7 +19,7 @@ MAX_CONNECTIONS = 256
 MIN_CONNECTIONS = 16
 """With fewer, the server does not start."""
 RESERVED_FILES = 32
-"""File descriptors reserved for image files, fetches and logs."""
+"""Number of file descriptors that are reserved for image files, fetches and logs."""
 LISTEN_BACKLOG = 2048
 HEAD_TIMEOUT_S = 10  # for the head (request line and headers) of a request to arrive
 READ_TIMEOUT_S = 60
@@ -30,13 +30,13 @@ CONNECTION_KEY = "glm4v_patched.connection"
 
 
 class Connection(asyncio.Protocol):
-    """One connection, aborted if its client sends or reads nothing, or if there are too many.
+    """One connection, which is aborted if its client sends or reads nothing.
 
     uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
-    response. uvicorn's ``limit_concurrency`` also counts silent connections, so these can lock
-    everyone else out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and the client must
-    read within :data:`READ_TIMEOUT_S`. If there are more than ``max_connections``, the oldest
-    connections without a complete request are aborted.
+    response. uvicorn's ``limit_concurrency`` also counts silent connections, so these can lock out
+    all other clients. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and the client must
+    read within :data:`READ_TIMEOUT_S`. If there are more than ``max_connections`` connections, the
+    oldest ones without a complete request are aborted.
 
     asyncio calls this protocol, which passes all calls on to uvicorn's own protocol.
     :func:`track_requests` records how much of a request has arrived.
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
     def wait_for_request(self) -> None:
         """Start the time limit for the next request's head to arrive."""
         self.has_head = self.has_body = False  # whether the request's head and body have arrived
-        self.since = self.loop.time()
+        self.waiting_since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -71,9 +71,9 @@ class Connection(asyncio.Protocol):
         self.http.connection_made(transport)
         self.timer = self.loop.call_later(1, self._abort_if_silent)
         incomplete = [other for other in self.connections if not other.has_body]
-        incomplete.sort(key=lambda other: other.since)
-        # Aborted connections still count until the event loop's next iteration. They are among the
-        # oldest, so they are aborted again, and no other connection in their place.
+        incomplete.sort(key=lambda other: other.waiting_since)
+        # Aborted connections count until the event loop's next iteration. They are among the
+        # oldest, so they are aborted again, instead of others.
         for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
             other.transport.abort()
 
@@ -99,16 +99,16 @@ class Connection(asyncio.Protocol):
     def end(self) -> None:
         """Abort the connection during shutdown.
 
-        If its client is still sending a body, abort at once; otherwise after
-        :data:`SHUTDOWN_TIMEOUT_S`. That is half of uvicorn's own timeout, which would print a
-        traceback.
+        If its client is still sending a body, abort at once, otherwise after
+        :data:`SHUTDOWN_TIMEOUT_S`. This is half of uvicorn's own timeout, after which uvicorn would
+        print a traceback.
         """
         is_sending = self.has_head and not self.has_body
         self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)
 
     def _abort_if_silent(self) -> None:
         now, unread = self.loop.time(), self.unread_since
-        is_silent = not self.has_head and now - self.since >= HEAD_TIMEOUT_S
+        is_silent = not self.has_head and now - self.waiting_since >= HEAD_TIMEOUT_S
         if is_silent or (unread is not None and now - unread >= READ_TIMEOUT_S):
             self.transport.abort()
         else:

@@ -19,8 +19,8 @@ API_ROLES = {"system": "system", "developer": "system", "user": "user", "assista
 TEXT_TYPES = ("text", "input_text", "output_text")
 IMAGE_TYPES = ("image_url", "image", "input_image")
 MESSAGE_SEPARATOR = "\n\n"
-"""Between the texts of joined messages."""
-# Keys without effect on the answer: the template has no names, and the model one image size.
+"""Text between the texts of joined messages."""
+# Keys without effect on an answer: the template shows no names, and images have one size.
 IGNORED_MESSAGE_KEYS: tuple[str, ...] = (
     "cache_control",
     "id",
@@ -31,8 +31,8 @@ IGNORED_MESSAGE_KEYS: tuple[str, ...] = (
 )
 IGNORED_PART_KEYS: tuple[str, ...] = ("cache_control", "detail", "id", "max_pixels", "min_pixels")
 IGNORED_PART_KEYS += ("prompt_cache_breakpoint",)
-# Keys of features that the server does not have. Clients return messages as they got them, in which
-# these keys are empty.
+# Keys of features that the server does not have. In earlier answers, which clients send back, they
+# are empty.
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()
 )

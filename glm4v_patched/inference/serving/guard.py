@@ -52,7 +52,7 @@ class Guard:
 
     def __init__(self, app: Application, limits: ServerLimits | None = None):
         self.app, self.limits = app, limits or ServerLimits.from_environment()
-        # Each of these has ``id(scope)`` of requests as keys or elements:
+        # The keys or elements of each of these are ``id(scope)`` of requests.
         self.buffered: dict[int, int] = {}  # bytes in memory, until the request is answered
         self.deadlines: dict[int, asyncio.Timeout] = {}  # timeouts of arriving bodies, oldest first
         self.evicted: set[int] = set()  # arriving bodies that were dropped to free memory
@@ -87,7 +87,7 @@ class Guard:
             return receive
         content = await self._read_in_time(receive, id(scope))
         max_requests = self.limits.max_requests
-        # Checked after the body has arrived, so that clients that send slowly keep no others out.
+        # Counted only after the body has arrived: slow clients must not lock out others.
         if len(self.admitted) >= max_requests:
             raise ApiError(429, f"the server is busy with {max_requests} requests: try again later")
         self.admitted.add(id(scope))
@@ -164,7 +164,7 @@ class Guard:
     def _evict_slow_bodies(self, scope_id: int) -> bool:
         """Drop other arriving bodies, oldest first, until all fit; return whether this one fits.
 
-        So clients that send slowly keep no others out.
+        Otherwise clients that send slowly could lock out others.
         """
         excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
         for other, deadline in self.deadlines.items():
@@ -184,9 +184,10 @@ class Guard:
 
 
 def parse_body(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
-    """Return the parsed JSON of a body and the body's bytes, both with fetched images for URLs."""
-    # Counted before parsing, because a parsed small value takes a hundred times the memory of its
-    # text. Base64 images contain none of these characters.
+    """Return the parsed JSON of a body and the body's bytes; in both, URLs of images are replaced
+    by the fetched images."""
+    # Values are counted before parsing, because a small value takes a hundred times the memory of
+    # its text once it is parsed. Base64 images contain none of the counted characters.
     if (values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
         raise ApiError(
             413,
@@ -217,7 +218,7 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 def require_json(headers: dict[bytes, bytes]) -> None:
     """Raise ``ApiError`` unless the content type is JSON.
 
-    Browsers let web pages send some other types to any server without a CORS preflight request.
+    Some other types may be sent by any web page to any server, without a CORS preflight request.
     """
     kind = headers.get(b"content-type", b"").decode("latin-1")
     if kind.partition(";")[0].strip().lower() != "application/json":

@@ -34,5 +34,5 @@ HEADERS = {
 
 
 async def show_page(request: Request) -> HTMLResponse:
-    """Return the page. It contains no secret: the key is in the printed address."""
+    """Return the page. It contains no secret, because only the printed address has the key."""
     return HTMLResponse(PAGE, headers=HEADERS)

@@ -49,8 +49,8 @@ class TextReply:
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
         """Return the field ``usage``, with the numbers of tokens."""
-        usage = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
-        return usage | {"total_tokens": end.prompt_tokens + end.tokens}
+        usage = {"prompt_tokens": end.num_prompt_tokens, "completion_tokens": end.num_tokens}
+        return usage | {"total_tokens": end.num_prompt_tokens + end.num_tokens}
 
     def _chunk(self, choices: list[dict], **more: Any) -> str:
         return server_sent_event(self.head | {"object": self.chunk_kind, "choices": choices} | more)
@@ -140,11 +140,11 @@ class ResponseReply(TextReply):
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
         return {
-            "input_tokens": end.prompt_tokens,
+            "input_tokens": end.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": end.tokens,
+            "output_tokens": end.num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": end.prompt_tokens + end.tokens,
+            "total_tokens": end.num_prompt_tokens + end.num_tokens,
         }
 
     def _event(self, kind: str, **values: Any) -> str:

@@ -35,7 +35,7 @@ KEYS_WITHOUT_IMAGES = ("metadata", "tools")
 FETCH_TIMEOUT_S = 60
 SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# This module checks sizes itself. The filter stays, because temporary ones are not thread-safe.
+# This module checks sizes itself. The filter is permanent: temporary filters are not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
@@ -150,8 +150,7 @@ def _read_image(url: str, limits: ServerLimits, fetched_bytes: int) -> tuple[byt
         raise ApiError(
             400,
             f"the image is {describe_value(url)}, but this server does not fetch images (it was "
-            "started "
-            "without --allow-urls): send it as data:image/...;base64,...",
+            "started without --allow-urls): send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
     return fetch(url, limits.max_body_bytes - fetched_bytes, FETCH_TIMEOUT_S), True

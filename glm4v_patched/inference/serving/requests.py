@@ -116,7 +116,7 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Values of ``include``; the data that they request does not occur in answers of this server."""
+"""Values of ``include``. They have no effect: no answer of this server has such data."""
 
 
 class ChatRequest(BaseRequest):
@@ -154,7 +154,7 @@ class ParsedRequest(BaseRequest):
     Args:
         prompt: Messages for the processor, with images as bytes of files; or a text to continue.
         max_tokens: Maximum number of tokens in the answer; None if the client sets none.
-        key: The request's key that has the prompt, for errors.
+        prompt_key: The key of the request that has the prompt, for errors.
         items: The conversation's messages before the answer, stored with a response.
         store: Whether the response is stored.
     """
@@ -163,7 +163,7 @@ class ParsedRequest(BaseRequest):
     generation: Generation
     model: str = ""
     max_tokens: int | None = None
-    key: str = "messages"
+    prompt_key: str = "messages"
     items: list[dict] = []
     store: bool = False
     previous_response_id: str | None = None
@@ -193,7 +193,7 @@ class StoredContext(NamedTuple):
     """Stored responses that a request may refer to, and checks for them.
 
     Args:
-        limits: Limits of the request's and the stored messages together.
+        limits: Limits for the messages of the request and the stored messages together.
         count_bytes: Adds the bytes of stored messages to the request's size; may raise.
     """
 
@@ -243,10 +243,10 @@ def read_request(
 def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str, Any]:
     """Return the prompt and related fields of :class:`ParsedRequest`."""
     if isinstance(request, TextRequest):
-        return {"prompt": request.prompt[0], "key": "prompt"}
+        return {"prompt": request.prompt[0], "prompt_key": "prompt"}
     if isinstance(request, ChatRequest):
         messages = read_messages(_with_keys("messages", request.messages))
-        return {"prompt": messages, "key": "messages"}
+        return {"prompt": messages, "prompt_key": "messages"}
     assert stored is not None
     previous_items, own = [], []
     if (previous_id := request.previous_response_id) is not None:
@@ -266,7 +266,7 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
         "store": request.store,
         "previous_response_id": previous_id,
         "prompt": read_messages(with_keys),
-        "key": "input",
+        "prompt_key": "input",
     }
 
 

@@ -15,7 +15,7 @@ MAX_RESPONSES = 1000
 MAX_STORED_BODIES = 4
 """Size limit of all stored conversations together, as a multiple of a request's size limit."""
 MAX_ITEM_BYTES = 16 * 10**6
-"""Size limit of all stored answers together (without images), to which AI SDKs refer by id."""
+"""Size limit of all stored answers together, without their images. AI SDKs refer to them by id."""
 NOT_STORED_CURE = (
     "it was sent with store: false, was dropped to free memory, or is older than the server's "
     "last start: send the messages themselves in input"
@@ -51,7 +51,7 @@ class LruStore:
 
 
 class ResponseStore:
-    """Stored responses, for ``previous_response_id`` and ``item_reference``.
+    """Stored responses, to which requests refer by ``previous_response_id`` and ``item_reference``.
 
     Args:
         max_body_bytes: Largest size of a request.

@@ -36,20 +36,20 @@ def serve(options: Namespace) -> None:
             f"--adapter {repeated[0]}: another model or adapter is served by this name; choose "
             "another name"
         )
-    program = choose_vllm(options)
-    if not program:
+    vllm = choose_vllm(options)
+    if not vllm:
         require_packages("serve")
     model_options.placement()
     listener = open_listener(options.host, options.port)
     base = model_options.find()
     adapters = find_adapters(base, dict(options.adapter), options.weights)
-    if program:
+    if vllm:
         address = options.host, options.port
-        command = vllm_command(program, base, name, adapters, address, generation)
+        command = vllm_command(vllm, base, name, adapters, address, generation)
         command += ["--dtype", options.dtype]
         write_line(f"vLLM serves {name}: {shlex.join(command)}")
         listener.close()
-        os.execve(program, command, vllm_environment(limits))
+        os.execve(vllm, command, vllm_environment(limits))
 
     from ..answer_worker import load_answerer
     from .answer_queue import AnswerQueue
@@ -95,7 +95,7 @@ def _server_limits(options: Namespace) -> ServerLimits:
 
 
 def choose_vllm(options: Namespace) -> str | None:
-    """Return vLLM's program if vLLM is to serve, otherwise None.
+    """Return the path of vLLM's program if vLLM is to serve, otherwise None.
 
     Raises:
         ValueError: --engine vllm is given with options that vLLM does not support.
