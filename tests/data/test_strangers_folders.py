@@ -214,7 +214,8 @@ CARDS = {
         "---\nx: [!!int 1:1, !!bool 7, !!python/name:os.system x]\n---\n",
         None,
     ),
-    "nested": ("---\nx: " + "[" * 2**18 + "\n---\n", "nest|recursion"),
+    "100 levels": ("---\nx: " + "[" * 99 + "]" * 99 + "\n---\n", None),
+    "101 levels": ("---\nx: " + "[" * 100 + "]" * 100 + "\n---\n", "nested more than 100 levels"),
     "one key twice": (
         "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n  data_files: b.jsonl\n---\n",
         'the key "data_files" occurs 2 times',
@@ -239,6 +240,20 @@ def test_a_card_of_any_form_is_read_or_refused_at_once(folder, card):
     else:
         with pytest.raises(ValueError, match=f"README.md.*(?s:.*)(?:{message})"):
             read(folder)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "&a ["])
+@pytest.mark.parametrize("file", [cards.README, cards.STANDALONE_CARD])
+def test_a_card_nested_without_end_is_refused_before_it_is_composed(
+    folder, monkeypatch, opening, file
+):
+    """libyaml composes recursively in C, which ends the process on Python 3.12."""
+    monkeypatch.setattr(
+        cards._CardLoader, "get_single_node", lambda loader: pytest.fail("the card was composed")
+    )
+    (folder / file).write_text(f"---\n{opening * 2**16}\n---\n")
+    with pytest.raises(ValueError, match=f"(?s){file}: its YAML cannot be read: .*nest"):
+        read(folder)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -570,6 +585,28 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
     finally:
         pa.set_memory_pool(of_default)
     assert pool.max_memory() < 2**20
+
+
+def test_a_parquet_of_many_levels_or_columns_is_refused(tmp_path, monkeypatch):
+    """The limit on all lists of the footer holds before pyarrow builds the schema."""
+    monkeypatch.setattr(tables, "MAX_FOOTER_ITEMS", 50)
+    path = tmp_path / "a.parquet"
+    for number in (49, 50):  # and the root
+        pq.write_table(pa.table({f"a{at}": ["x"] for at in range(number)}), path)
+        if number == 50:
+            with pytest.raises(ValueError, match="has over 50 levels, columns or row groups"):
+                [*read_table(DataSource(str(path)))]
+        else:
+            assert len([*read_table(DataSource(str(path)))]) == 1
+    monkeypatch.undo()
+    values = pa.array(["x"])
+    for _ in range(60):
+        values = pa.StructArray.from_arrays([values], ["a"])
+    pq.write_table(pa.table({"a": values}), path)
+    assert len([*read_table(DataSource(str(path)))]) == 1
+    monkeypatch.setattr(tables, "MAX_NESTING", 59)
+    with pytest.raises(ValueError, match="a column of 60 levels; expected at most 59"):
+        [*read_table(DataSource(str(path)))]
 
 
 def test_columns_of_parquet_in_other_files_are_refused(tmp_path, watched):
