@@ -7,6 +7,8 @@ import shutil
 import sys
 import tarfile
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,8 +66,9 @@ def folder(tmp_path) -> Path:
     private = write_rows(tmp_path / "private" / "a.jsonl", turns(SECRET))
     shutil.copy(private, tmp_path / "private.jsonl")
     (tmp_path / "private.png").write_bytes(png())
-    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).to_parquet(tmp_path / "a.parquet")
-    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved").mkdir()
+    write_rows(tmp_path / "saved" / "a.jsonl", turns(SECRET))
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "a.jsonl"}]}')
     # fsspec renders it with jinja, which can run commands.
     refs = {"version": 1, "templates": {"u": "{{ 1 }}"}, "refs": {"a.jsonl": ["{{u}}"]}}
     (folder / "data" / "refs").write_text(json.dumps(refs))
@@ -243,17 +246,16 @@ def test_a_card_of_any_form_is_read_or_refused_at_once(folder, card):
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "&a ["])
-@pytest.mark.parametrize("file", [cards.README, cards.STANDALONE_CARD])
-def test_a_card_nested_without_end_is_refused_before_it_is_composed(
-    folder, monkeypatch, opening, file
-):
+def test_a_card_nested_without_end_is_refused_before_it_is_composed(folder, monkeypatch, opening):
     """libyaml composes recursively in C, which ends the process on Python 3.12."""
     monkeypatch.setattr(
         cards._CardLoader, "get_single_node", lambda loader: pytest.fail("the card was composed")
     )
-    (folder / file).write_text(f"---\n{opening * 2**16}\n---\n")
-    with pytest.raises(ValueError, match=f"(?s){file}: its YAML cannot be read: .*nest"):
-        read(folder)
+    for file in ("README.md", ".huggingface.yaml"):
+        (folder / file).write_text(f"---\n{opening * 2**16}\n---\n")
+        with pytest.raises(ValueError, match=f"(?s){file}: its YAML cannot be read: .*nest"):
+            read(folder)
+        (folder / file).unlink()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -544,6 +546,18 @@ def _many(value: Any, number: int) -> pa.Array:
     return pa.ListArray.from_arrays([0, number], column)
 
 
+@contextmanager
+def counted_memory() -> Iterator[pa.MemoryPool]:
+    """Yield a pool of the memory that pyarrow allocates in the block."""
+    of_default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(of_default)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        pa.set_memory_pool(of_default)
+
+
 TEXT = "x" * 2**12
 REPEATED = {
     "one text in all rows": (lambda: _many(TEXT, 2400).flatten(), None),
@@ -569,10 +583,7 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
         write_statistics=False,
         **options,
     )
-    of_default = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(of_default)
-    pa.set_memory_pool(pool)
-    try:
+    with counted_memory() as pool:
         rows = read_table(DataSource(str(path)))
         if message is None:
             assert sum(row["q"] == TEXT for _, row in rows) == 2400
@@ -582,8 +593,6 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
                 ValueError, match=rf"a\.parquet.* {message}.*(write the table again|expected)"
             ):
                 raise AssertionError([*rows])
-    finally:
-        pa.set_memory_pool(of_default)
     assert pool.max_memory() < 2**20
 
 
@@ -666,14 +675,9 @@ def test_batches_of_arrow_are_read(tmp_path, kind):
 def test_compressed_arrow_is_refused_before_it_is_unpacked(tmp_path, codec, kind):
     texts = pa.array(["x" * 2**23])
     write_arrow(tmp_path / "a.arrow", {"q": texts, "of": texts.dictionary_encode()}, kind, codec)
-    of_default = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(of_default)
-    pa.set_memory_pool(pool)
-    try:
-        with pytest.raises(ValueError, match=r"a\.arrow is compressed or not a .*to_parquet"):
-            raise AssertionError(read(tmp_path / "a.arrow"))
-    finally:
-        pa.set_memory_pool(of_default)
+    refused = pytest.raises(ValueError, match=r"a\.arrow is compressed or not a .*to_parquet")
+    with counted_memory() as pool, refused:
+        raise AssertionError(read(tmp_path / "a.arrow"))
     assert pool.max_memory() < 2**20
 
 
