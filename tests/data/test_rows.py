@@ -25,6 +25,13 @@ def test_an_array_has_the_rows_of_the_lines(tmp_path, indent):
     assert [*iter_rows(tmp_path / "a.json")] == [*lines]  # numbered alike
 
 
+def test_lines_are_lines_whatever_their_file_is_called_and_lists_they_have(tmp_path):
+    rows = [{"q": f"q{n}", "a": "a", "notes": [{"of": "the row"}]} for n in range(2)]
+    path = write_rows(tmp_path / "a.json", *rows)
+    source = DataSource(str(path), columns={"question": "q", "answer": "a"}, ignore=("notes",))
+    assert read_conversations(source) == [turns("q0"), turns("q1")]
+
+
 def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypatch):
     text = json.dumps([{"messages": turns(str(n))} for n in range(9)])
     for name, content in (("a.json", text), ("b.json", f'{{"data": {text}}}')):
