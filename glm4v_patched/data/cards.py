@@ -18,6 +18,7 @@ from .messages import describe_value
 
 README, STANDALONE_CARD = "README.md", ".huggingface.yaml"
 MAX_CHARACTERS = 2**20  # of a card
+MAX_NESTING = 100  # levels of lists and mappings in a card, and of values in a Parquet file
 MAX_COMPARISONS = 10_000_000
 """Limit on the number of files times the number of patterns that they are compared with."""
 LINE_END_RE = re.compile(r"\r\n?|\n")
@@ -116,13 +117,33 @@ def _read_card(folder: Folder) -> dict[str, Any]:
     for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
         text = folder.read_text(file, MAX_CHARACTERS)
+        text = _front_matter(text) if file == README else text
         try:
-            content = yaml.load(_front_matter(text) if file == README else text, _CardLoader)
-        except (yaml.YAMLError, RecursionError) as error:
+            _check_nesting(text)
+            content = yaml.load(text, _CardLoader)
+        except yaml.YAMLError as error:
             raise ValueError(f"{where}: its YAML cannot be read: {error}") from None
         if isinstance(content, dict):
             card |= content | ({"where": where} if "configs" in content else {})
     return card
+
+
+def _check_nesting(text: str) -> None:
+    """Raise ``yaml.YAMLError`` if lists or mappings are nested too deeply.
+
+    ``CBaseLoader`` composes them recursively in C, which ends the process on Python 3.12. Events
+    are parsed without recursion.
+    """
+    depth = 0
+    for event in yaml.parse(text, BaseLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_NESTING:
+                raise yaml.YAMLError(
+                    f"lists and mappings are nested more than {MAX_NESTING} levels deep"
+                )
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
 def _front_matter(text: str) -> str:

@@ -13,11 +13,12 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..terminal_text import pip_install
-from .cards import choose_split, read_subset
+from .cards import MAX_NESTING, choose_split, read_subset
 from .columns import EMPTY_CELL, IMAGE_SUFFIXES
 from .folders import Folder, HubFolder
 from .formats import find_format
@@ -57,6 +58,9 @@ MAX_ROW_VALUES = 2**24
 is too small for them by :data:`MAX_VALUES_PER_BYTE`."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 """Limits on values and on unpacked bytes per byte of a file; only repeated values exceed them."""
+MAX_FOOTER_ITEMS = 10_000
+"""Limit on each list in the footer of a Parquet file. pyarrow before 26 builds the schema
+recursively in C, which ends the process at between 10,000 and 20,000 levels (stack of 8 MiB)."""
 MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 END_OF_ARROW_STREAM = struct.pack("<iI", -1, 0)
@@ -276,10 +280,31 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
     """
     import pyarrow.parquet
 
-    metadata = pyarrow.parquet.read_metadata(path, memory_map=True)
+    open_file = partial(
+        pyarrow.parquet.ParquetFile,
+        path,
+        memory_map=True,
+        thrift_container_size_limit=MAX_FOOTER_ITEMS,
+    )
+    try:
+        with open_file() as file:
+            metadata = file.metadata
+    except OSError as error:
+        if "size limit" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} has over {MAX_FOOTER_ITEMS:,} levels, columns or row groups, which is the "
+            "limit: write the table again, in larger row groups or fewer columns"
+        ) from None
     largest_group = _check_parquet_size(path, metadata)
     batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
-    columns = map(metadata.schema.column, range(metadata.num_columns))
+    columns = [*map(metadata.schema.column, range(metadata.num_columns))]
+    levels = max((column.path.count(".") for column in columns), default=0)
+    if levels > MAX_NESTING:
+        raise ValueError(
+            f"{path} has a column of {levels:,} levels; expected at most {MAX_NESTING}: write the "
+            "table again, with text in place of such values"
+        )
     # A file may repeat a text in lists without limit, so these texts are read as dictionaries,
     # which contain each text once. Large row groups are decoded instead, because dictionaries are
     # slower there, and Arrow reads at most 2 GiB of them.
@@ -289,7 +314,7 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
         if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
         if largest_group <= MAX_DICTIONARY_BYTES
     ]
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
+    with open_file(read_dictionary=in_lists) as file:
         batches = file.iter_batches(batch_size)
         yield from _rows_of_batches(path, file.schema_arrow, batches, class_names)
 

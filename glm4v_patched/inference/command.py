@@ -186,7 +186,7 @@ def _source(options: argparse.Namespace, path: str):
     if options.columns:
         try:
             columns = yaml.safe_load(options.columns)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"--columns {options.columns}: not valid YAML: {error}") from None
         if problem := find_columns_problem(columns):
             raise ValueError(f"--columns {problem}")

@@ -23,6 +23,7 @@ from glm4v_patched.compare.verdicts import (
     format_comparisons,
 )
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.engine.environment import python_module_command
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import remote_code_under, write_legacy_repository
@@ -45,10 +46,27 @@ def original(tmp_path_factory) -> Path:
     return folder
 
 
+def run_in_process(job: dict, work: Path) -> ModelOutputs:
+    paths = {"tensors": f"{work} tensors", "results": f"{work} results"}
+    worker.run_job(job | paths)
+    return ModelOutputs(json.loads(Path(paths["results"]).read_text()), load_file(paths["tensors"]))
+
+
 @pytest.fixture(scope="module")
 def compared(original) -> tuple[int, list[dict], str]:
-    """Exit status, comparisons and stderr of ``compare``, with secrets in the environment."""
+    """Exit status, comparisons and stderr of ``compare``, with secrets in the environment. Ours is
+    computed in this process, which has torch already."""
+    in_other_process = command._compute
+
+    def compute(line: list[str], environment: dict[str, str], work: Path, job: dict):
+        if not job.get("ours"):
+            return in_other_process(line, environment, work, job)
+        assert line == python_module_command("glm4v_patched.compare.worker")
+        assert environment["HF_HUB_OFFLINE"] == "1"
+        return run_in_process(job, work)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_compute", compute)
         patch.setattr(command, "find_python_versions", lambda *_: "a transformers")
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "a secret")
@@ -154,14 +172,10 @@ def test_a_difference_is_traced_to_rotation_or_image_positions(
     config = json.loads((folder / "config.json").read_text()) | {"original_rope": original_rope}
     (folder / "config.json").write_text(json.dumps(config))
     _, supervised = write_cases(tmp_path, folder)
-    outputs = []
+    job = {"folder": str(folder), "cases": str(tmp_path / CASES_FILE), "dtype": "float32"}
+    job |= {"device": "cpu", "answer_tokens": 2}
     with remote_code_under(tmp_path / "modules"):
-        for ours in (False, True):
-            paths = {"tensors": str(tmp_path / f"tensors {ours}"), "results": str(tmp_path / "r")}
-            job = {"folder": str(folder), "cases": str(tmp_path / CASES_FILE), "ours": ours} | paths
-            worker.run_job(job | {"dtype": "float32", "device": "cpu", "answer_tokens": 2})
-            results = json.loads(Path(paths["results"]).read_text())
-            outputs.append(ModelOutputs(results, load_file(paths["tensors"])))
+        outputs = [run_in_process(job | {"ours": ours}, tmp_path) for ours in (False, True)]
     lines = {line.quantity: line for line in compare_outputs(*outputs, supervised, "fp32")}
     for quantity, expected in (("rotation", rotation), ("image positions", positions)):
         line, (words, _, value) = lines[quantity], expected.partition(": ")

@@ -205,7 +205,7 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
     return len(checked.row_labels)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [60, pytest.param(5_000, marks=pytest.mark.exhaustive)])
 def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
     sound, processor, tmp_path, examples
 ):

@@ -274,8 +274,8 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, caplog):
 
 
 def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
-    """Three epochs in another order each, with batches accumulated, and evaluations. All batches
-    are full: in a batch of another size an image's features may round differently."""
+    """Two epochs in another order each, with batches accumulated, and evaluations. All batches are
+    full: in a batch of another size an image's features may round differently."""
     runs, plain = [], EVA2CLIPModel.forward
 
     def counted(tower, images, *more):
@@ -284,13 +284,13 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(EVA2CLIPModel, "forward", counted)
     changes = {"trained": "lm", "engine.zero_stage": 0, "data.eval_answers": 0}
-    changes |= {"trainer.num_train_epochs": 3.0, "trainer.max_steps": None}
+    changes |= {"trainer.num_train_epochs": 2.0, "trainer.max_steps": None}
     changes["trainer.dataloader_num_workers"] = 0
     changes |= {"data.eval": str(tmp_path / "eval.jsonl")}
     recipe = drawn_recipe(tmp_path, changes | {"trainer.gradient_accumulation_steps": 2})
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "train.jsonl").write_text("".join(rows[:16]))
-    (tmp_path / "eval.jsonl").write_text("".join(rows[16:]))
+    (tmp_path / "train.jsonl").write_text("".join(rows[:8]))
+    (tmp_path / "eval.jsonl").write_text("".join(rows[8:10]))
     results = []
     for name, reuse in (("plain", False), ("memory", True), ("kept", str(tmp_path / "features"))):
         run = recipe.override({"data.reuse_features": reuse, "out": str(tmp_path / name)})
@@ -298,10 +298,9 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
         weights = Path(run.out, "model.safetensors").read_bytes()
         losses = [entry["eval_loss"] for entry in report["evaluations"]]
         results.append((report["history"], losses, weights))
-        assert len(losses) == 3 and resolve_recipe(run).settings(1) == resolve_recipe(
-            recipe
-        ).settings(1)
-        assert sum(runs) == 20 if reuse else sum(runs) >= 60
+        assert len(losses) == 2
+        assert resolve_recipe(run).settings(1) == resolve_recipe(recipe).settings(1)
+        assert sum(runs) == 10 if reuse else sum(runs) >= 20
         runs.clear()
     assert results[0] == results[1] == results[2]
 

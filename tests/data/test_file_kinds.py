@@ -375,9 +375,6 @@ trailer<</Root 1 0 R>>"""
 DRAWING = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
 # Images: the content, what the message names (none for images that are read), and the result.
 IMAGES = {
-    "webp": (encoded("WEBP"), None, ""),
-    "gif": (encoded("GIF", save_all=True, append_images=[Image.new("RGB", (16, 16))]), None, ""),
-    "cmyk": (encoded("JPEG", Image.new("CMYK", (16, 16))), None, ""),
     "avif": (encoded("AVIF"), None, ""),
     "text chunk": (commented(1, 2**20 + 9, False), None, ""),
     "long text": (commented(1, 2**21, True), "has over 1 MiB of text: ", "*_converted.png"),
@@ -392,9 +389,6 @@ IMAGES = {
     "raw": (b"FUJIFILM" + bytes(99), "is a RAW photo: .*rawpy", ""),
     "heic": (b"\0\0\0\x18ftypheic" + bytes(40), "is HEIC or HEIF: .*install pillow-heif", ""),
     "zip": (archive({"a.png": ""}), "is a zip archive: unzip", ""),
-    "cut": (encoded("PNG", Image.effect_noise((99, 99), 50))[:999], "truncated", ""),
-    "16 bits": (encoded("PNG", Image.new("I;16", (9, 9))), "more than 8 bits", ""),
-    "other": (b"8BPS\0\1" + bytes(50), "Pillow does not know its format; save it as PNG", ""),
 }
 
 

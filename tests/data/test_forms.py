@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 from torch.testing import assert_close
 
+from glm4v_patched.cli import main
 from glm4v_patched.data import text_rows
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import named_columns
@@ -158,7 +159,7 @@ def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tm
             read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
 
 
-def test_columns_that_cannot_be_are_refused(words):
+def test_columns_that_cannot_be_are_refused(words, capsys):
     answers, errors = {"question": "a", "answer": ["b"]}, []
     for columns in (
         *({"qestion": "a"}, {"answer": "a"}, {"question": 5}, {"question": "{a:>9999999999}"}),
@@ -168,6 +169,8 @@ def test_columns_that_cannot_be_are_refused(words):
             make_sources([{"path": "a.jsonl", "columns": columns}], {})
         errors.append(str(refused.value))
     words("\n".join(errors))
+    assert main(["answer", "m", "--data", "a.jsonl", "--out", "b", "--columns", "[" * 1000]) == 1
+    assert "not valid YAML: maximum recursion depth" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

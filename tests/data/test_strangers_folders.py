@@ -8,6 +8,8 @@ import shutil
 import sys
 import tarfile
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +67,9 @@ def folder(tmp_path) -> Path:
     private = write_rows(tmp_path / "private" / "a.jsonl", turns(SECRET))
     shutil.copy(private, tmp_path / "private.jsonl")
     (tmp_path / "private.png").write_bytes(png())
-    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).to_parquet(tmp_path / "a.parquet")
-    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved").mkdir()
+    write_rows(tmp_path / "saved" / "a.jsonl", turns(SECRET))
+    (tmp_path / "saved" / "state.json").write_text('{"_data_files": [{"filename": "a.jsonl"}]}')
     # fsspec renders it with jinja, which can run commands.
     refs = {"version": 1, "templates": {"u": "{{ 1 }}"}, "refs": {"a.jsonl": ["{{u}}"]}}
     (folder / "data" / "refs").write_text(json.dumps(refs))
@@ -215,7 +218,8 @@ CARDS = {
         "---\nx: [!!int 1:1, !!bool 7, !!python/name:os.system x]\n---\n",
         None,
     ),
-    "nested": ("---\nx: " + "[" * 2**18 + "\n---\n", "nest|recursion"),
+    "100 levels": ("---\nx: " + "[" * 99 + "]" * 99 + "\n---\n", None),
+    "101 levels": ("---\nx: " + "[" * 100 + "]" * 100 + "\n---\n", "nested more than 100 levels"),
     "one key twice": (
         "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n  data_files: b.jsonl\n---\n",
         'the key "data_files" occurs 2 times',
@@ -240,6 +244,19 @@ def test_a_card_of_any_form_is_read_or_refused_at_once(folder, card):
     else:
         with pytest.raises(ValueError, match=f"README.md.*(?s:.*)(?:{message})"):
             read(folder)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "&a ["])
+def test_a_card_nested_without_end_is_refused_before_it_is_composed(folder, monkeypatch, opening):
+    """libyaml composes recursively in C, which ends the process on Python 3.12."""
+    monkeypatch.setattr(
+        cards._CardLoader, "get_single_node", lambda loader: pytest.fail("the card was composed")
+    )
+    for file in ("README.md", ".huggingface.yaml"):
+        (folder / file).write_text(f"---\n{opening * 2**16}\n---\n")
+        with pytest.raises(ValueError, match=f"(?s){file}: its YAML cannot be read: .*nest"):
+            read(folder)
+        (folder / file).unlink()
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -530,6 +547,18 @@ def _many(value: Any, number: int) -> pa.Array:
     return pa.ListArray.from_arrays([0, number], column)
 
 
+@contextmanager
+def counted_memory() -> Iterator[pa.MemoryPool]:
+    """Yield a pool of the memory that pyarrow allocates in the block."""
+    of_default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(of_default)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        pa.set_memory_pool(of_default)
+
+
 TEXT = "x" * 2**12
 REPEATED = {
     "one text in all rows": (lambda: _many(TEXT, 2400).flatten(), None),
@@ -555,10 +584,7 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
         write_statistics=False,
         **options,
     )
-    of_default = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(of_default)
-    pa.set_memory_pool(pool)
-    try:
+    with counted_memory() as pool:
         rows = read_table(DataSource(str(path)))
         if message is None:
             assert sum(row["q"] == TEXT for _, row in rows) == 2400
@@ -568,9 +594,29 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
                 ValueError, match=rf"a\.parquet.* {message}.*(write the table again|expected)"
             ):
                 raise AssertionError([*rows])
-    finally:
-        pa.set_memory_pool(of_default)
     assert pool.max_memory() < 2**20
+
+
+def test_a_parquet_of_many_levels_or_columns_is_refused(tmp_path, monkeypatch):
+    """The limit on all lists of the footer holds before pyarrow builds the schema."""
+    monkeypatch.setattr(tables, "MAX_FOOTER_ITEMS", 50)
+    path = tmp_path / "a.parquet"
+    for number in (49, 50):  # and the root
+        pq.write_table(pa.table({f"a{at}": ["x"] for at in range(number)}), path)
+        if number == 50:
+            with pytest.raises(ValueError, match="has over 50 levels, columns or row groups"):
+                [*read_table(DataSource(str(path)))]
+        else:
+            assert len([*read_table(DataSource(str(path)))]) == 1
+    monkeypatch.undo()
+    values = pa.array(["x"])
+    for _ in range(60):
+        values = pa.StructArray.from_arrays([values], ["a"])
+    pq.write_table(pa.table({"a": values}), path)
+    assert len([*read_table(DataSource(str(path)))]) == 1
+    monkeypatch.setattr(tables, "MAX_NESTING", 59)
+    with pytest.raises(ValueError, match="a column of 60 levels; expected at most 59"):
+        [*read_table(DataSource(str(path)))]
 
 
 def test_columns_of_parquet_in_other_files_are_refused(tmp_path, watched):
@@ -630,14 +676,9 @@ def test_batches_of_arrow_are_read(tmp_path, kind):
 def test_compressed_arrow_is_refused_before_it_is_unpacked(tmp_path, codec, kind):
     texts = pa.array(["x" * 2**23])
     write_arrow(tmp_path / "a.arrow", {"q": texts, "of": texts.dictionary_encode()}, kind, codec)
-    of_default = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(of_default)
-    pa.set_memory_pool(pool)
-    try:
-        with pytest.raises(ValueError, match=r"a\.arrow is compressed or not a .*to_parquet"):
-            raise AssertionError(read(tmp_path / "a.arrow"))
-    finally:
-        pa.set_memory_pool(of_default)
+    refused = pytest.raises(ValueError, match=r"a\.arrow is compressed or not a .*to_parquet")
+    with counted_memory() as pool, refused:
+        raise AssertionError(read(tmp_path / "a.arrow"))
     assert pool.max_memory() < 2**20
 
 

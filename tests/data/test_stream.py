@@ -87,14 +87,16 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     }
 
 
-@pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
-def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
+@pytest.mark.parametrize(
+    ("form", "context", "workers"), [("save_to_disk", "fork", 2), ("hf download", "spawn", 1)]
+)
+def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context, workers):
     """Each process that reads has Arrow and the cache of images for itself, and its own rows."""
     examples = draw(tmp_path, 6)
     columns = {name: name for name in ("image", "question", "answer")}
     source = DataSource(str(make(form, tmp_path, examples)[0]), columns=columns)
     [*islice(StreamDataset([source], 2), 1)]  # a parent that has read, and has threads
-    options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
+    options = {"num_workers": workers, "multiprocessing_context": context, "timeout": 120}
     loader = DataLoader(StreamDataset([source], 2), 2, collate_fn=list, **options)
     streamed_rows = [row for batch in islice(loader, 3) for row in batch]
     conversations = [row.messages for row in streamed_rows]

@@ -188,7 +188,7 @@ def test_a_name_that_is_neither_a_folder_nor_a_hub_id_is_refused(monkeypatch):
     assert "there is no such folder" in find_model_problem("our-org/ä")
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1e308"])
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e308"])
 def test_settings_that_are_not_finite_are_refused_where_they_are_read(adapters, model, text):
     def refused(file: Path, changed: dict, named: str) -> None:
         before = file.read_text()

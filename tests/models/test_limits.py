@@ -76,10 +76,6 @@ def test_more_positions_or_larger_patches_than_there_are_weights_for_are_refused
 
 ABSURD = [
     *({name: value} for name in configuration_chatglm.MAX_CONFIG_SIZES for value in (10**18, "40")),
-    {"num_layers": True},
-    {"num_layers": 0},
-    {"hidden_size": 4096.0},
-    {"seq_length": None},
     {"num_hidden_layers": 10**9},  # for transformers another name of num_layers
     {"num_key_value_heads": 10**9},
     *(
@@ -129,7 +125,7 @@ JSON = {
 @pytest.mark.parametrize(("text", "message"), JSON.values(), ids=JSON)
 def test_json_is_read_within_limits(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{tmp_path}/a.json .*{message}"):
         read_json_object(tmp_path / "a.json")
 
 
@@ -242,7 +238,6 @@ def test_another_chat_template_gives_the_same_ids_in_the_limited_process(files, 
 HOSTILE = {
     "memory": "{{ messages[0].role * 10000000000 }}",
     "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "a filter": "{{ messages[0].role | center(10000000000) }}",
     "text": "{{ messages[0].role * 9000000 }}",
 }
 

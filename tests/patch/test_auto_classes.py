@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
 from glm4v_patched.demo.tiny_model import build_from_scratch
-from glm4v_patched.patch.config_json import read_json_object
 from glm4v_patched.patch.patch_set import AttributePatch, PatchSet
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -203,14 +202,10 @@ def test_a_method_taken_before_apply_raises_an_error(auto_class, published):
     assert is_from_the_repository(load_as_before(published, **TRUSTED))
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"), [("[]", "holds a list"), ("{", "cannot be read"), ("null", "NoneType")]
-)
-def test_a_config_that_is_no_json_object_is_named(content, problem, tmp_path):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json .*{problem}"):
-        read_json_object(tmp_path / "config.json")
-    assert not Repository(tmp_path, {}).contains_glm4v()
+def test_a_config_that_is_no_json_object_is_no_glm4v(tmp_path):
+    for content in ("[]", "{", "null"):
+        (tmp_path / "config.json").write_text(content)
+        assert not Repository(tmp_path, {}).contains_glm4v()
 
 
 @pytest.fixture

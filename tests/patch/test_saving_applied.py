@@ -1,6 +1,7 @@
 """Models saved after ``apply()`` load from their folders without the package."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,11 +124,16 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
 
 
 def test_the_same_models_load_with_our_code_and_without_the_package(saved):
+    """Of the models and adapters those that the Trainer saved: the others have the same code and
+    settings, as the next test shows."""
     out, expected = saved
-    names = ",".join(MODELS), ",".join(ADAPTERS), str(LOADS_ADAPTERS)
+    adapters = [name for name in ADAPTERS if name != "adapter"]
+    names = "trainer", ",".join(adapters), str(LOADS_ADAPTERS)
     printed = run_without_package(SCRIPT, out, *names, HF_HUB_CACHE=str(out / "cache"))
     assert "is tested on" not in printed  # the warning for an untested transformers
-    torch.testing.assert_close(load_file(out / "logits.safetensors"), expected, rtol=0, atol=1e-6)
+    logits = load_file(out / "logits.safetensors")
+    wanted = {name: expected[name] for name in ["trainer", *adapters]}
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS + ADAPTERS)
@@ -135,12 +141,16 @@ def test_our_code_is_beside_the_weights_and_is_the_only_code_named(name, saved):
     folder = saved[0] / name
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     assert {"modeling_chatglm.py", "visual.py"} <= code.keys()
+    imported = re.findall(rb"^\s*from \.(\w+) import", b"".join(code.values()), re.MULTILINE)
+    assert {f"{module.decode()}.py" for module in imported} <= code.keys()
     assert all((REMOTE / file).read_bytes() == content for file, content in code.items())
     configs = {path.name: path.read_text() for path in folder.glob("*.json")}
     assert not any(f"{PUBLISHED}--" in content for content in configs.values())
     if name in MODELS:
         config = json.loads(configs["config.json"])
         assert config["auto_map"] == AUTO_MAP
+        trained = json.loads((saved[0] / "trainer" / "config.json").read_text())
+        assert config | {"use_cache": False} == trained
         assert config["architectures"] == ["GLM4VForCausalLM"]
     else:
         adapter = json.loads(configs["adapter_config.json"])
