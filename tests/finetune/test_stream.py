@@ -19,13 +19,7 @@ from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import check_data, find_start_checkpoint, make_plan
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.models.placement import Placement
-from tests.helpers.recipes import (
-    drawn_recipe,
-    planned,
-    recipe,
-    train_here,
-    train_in_processes,
-)
+from tests.helpers.recipes import planned, recipe, train_here, train_in_processes
 
 STREAM = {
     "data.check": "first 4",
@@ -33,16 +27,16 @@ STREAM = {
     "trainer.max_steps": 6,
     "trainer.save_steps": 2,
     "trainer.gradient_accumulation_steps": 2,
-    "trainer.dataloader_num_workers": 0,
-    "trained": "lora_lm",
     "lora.dropout": 0.1,
-    "engine.zero_stage": 0,
 }
 
 
 @pytest.fixture
-def stream_recipe(tmp_path) -> Recipe:
-    return drawn_recipe(tmp_path, STREAM)
+def stream_recipe(base_recipe, tmp_path) -> Recipe:
+    """Rows and images of its own, which tests change."""
+    data = shutil.copytree(Path(base_recipe.data.train).parent, tmp_path / "drawn")
+    places = {"data.train": str(data / "train.jsonl"), "out": str(tmp_path / "out")}
+    return base_recipe.override(STREAM | places)
 
 
 def cut(run_recipe: Recipe, row: int) -> str:
