@@ -1,6 +1,7 @@
 """Rooms import each other in one direction, and files in none that leads back."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts}
 
 
+@cache
 def imported_by(module: str) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
     path, imported = MODULES[module], set()

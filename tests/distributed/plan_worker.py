@@ -1,5 +1,7 @@
 """Train plans one after the other: ``plan_worker.py [PLAN ...] [--with-dropout PLAN ...]``.
 
+Plans of ``--diverging`` come first, those of ``--with-dropout`` last.
+
 glm-4v has no dropout of its own. Without dropout, training would use no random numbers, and a lost
 RNG state would go unnoticed. ``--die-writing NAME``: the process dies half-way through writing a
 file whose path ends with NAME. ``--diverging PLAN ...``: train with the patch that BREAKS has for
@@ -16,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
+import deepspeed  # noqa: F401  (before the ranks are forked)
 import torch
 import torch.distributed as dist
 
@@ -93,20 +96,27 @@ BREAKS = {
     "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),
 }
 
+
+def train(plan: Path) -> None:
+    try:
+        worker.train(Plan.read(plan))
+    finally:
+        # transformers 4 leaves it set, which would affect the next training.
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
 if __name__ == "__main__":
     arguments = options.parse_args()
     if arguments.die_writing:
         torch.save = save_half
-    for plan in arguments.plans + arguments.with_dropout:
-        worker.build_model = build_with_dropout if plan in arguments.with_dropout else build_model
-        worker.train(Plan.read(plan))
-        # transformers 4 leaves it set, which would affect the next training.
-        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     for plan in arguments.diverging:
         with BREAKS.get(plan.parent.name, nullcontext()):
             try:
-                worker.train(Plan.read(plan))
+                train(plan)
             except (BadRow, Diverged) as error:
                 assert plan.with_name("training.json").exists(), "it leaves before the report"
                 plan.with_name(f"outcome-{os.environ['RANK']}.txt").write_text(str(error))
+    for plan in arguments.plans + arguments.with_dropout:
+        worker.build_model = build_with_dropout if plan in arguments.with_dropout else build_model
+        train(plan)
     process.exit_process()

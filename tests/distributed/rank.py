@@ -7,13 +7,16 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import deepspeed  # noqa: F401  (before the ranks are forked)
 import torch
 
 from tests.distributed.strategies import start_deepspeed
 
+name, function, folder = sys.argv[1:]
+module = import_module(f"tests.distributed.{name}")
+
 if __name__ == "__main__":
-    module, function, folder = sys.argv[1:]
     torch.set_num_threads(1)
     start_deepspeed()
-    getattr(import_module(f"tests.distributed.{module}"), function)(Path(folder))
+    getattr(module, function)(Path(folder))
     torch.distributed.destroy_process_group()

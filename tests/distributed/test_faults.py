@@ -126,9 +126,8 @@ def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_
     assert f"training was stopped by SIGTERM\nto resume from {run.folder}" in run.output
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(number, start):
     run = start()
     run.wait_for(run.ranks)

@@ -3,14 +3,14 @@
 import json
 import shutil
 import socket
-import sys
 
 import pytest
+import torch.distributed.run
 from safetensors.torch import load_file
 
 from glm4v_patched.finetune.checkpoints import CHECKPOINT_MANIFEST, find_checkpoint_problems
 from glm4v_patched.finetune.run_folder import LOCK
-from tests.helpers.processes import cpu_environment, run_processes
+from tests.helpers.processes import run_ranks
 from tests.helpers.recipes import drawn_recipe, write_recipe
 from tests.remote.inputs import assert_close
 
@@ -20,11 +20,11 @@ def on_two_machines(*arguments: str) -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc_per_node", "1", "--master-addr", "localhost", "--master-port", port]
+    command = [torch.distributed.run.__file__, "--nnodes", "2", "--nproc_per_node", "1"]
+    command += ["--master-addr", "localhost", "--master-port", port]
     command += ["-m", "glm4v_patched.finetune", *arguments]
-    agents = [cpu_environment() | {"LOCAL_SIZE": "1", "PET_NODE_RANK": node} for node in ("0", "1")]
-    ended = run_processes(command, agents, seconds=300)
+    agents = [{"LOCAL_SIZE": "1", "PET_NODE_RANK": node} for node in ("0", "1")]
+    ended = run_ranks(*command, seconds=300, ranks=agents)
     assert ended.status == 0, ended.output[-8000:]
     return ended.output
 

@@ -1,9 +1,12 @@
 """Recipes in real processes: saved weights, losses, and resuming.
 
 Each job trains several recipes, one after the other: two jobs by default, and two in slow tests.
+Two processes also end together if a training diverges or reads an unusable row, even if only one of
+them sees it.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.finetune.checkpoints import (
@@ -21,6 +25,7 @@ from glm4v_patched.finetune.checkpoints import (
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.cogagent import permuted, write_cogagent
 from tests.helpers.fresh_process import run_without_package
@@ -65,8 +70,21 @@ CHOICES: dict[str, dict] = {
     "offloaded": {"trained": "lora_all", "engine.offload": True} | HALVES,
     "selective": {"trained": "lora_all", "trainer.save_steps": 2} | POLICIES,
     "compiled": {"trained": "lora_all", "engine.compile": True} | POLICIES,
+    "full": {"trained": "full"},
 }
 ALONE = {"engine.zero_stage": 0}
+IDS = torch.arange(20)[None]
+ADAPTERS = {"trained": "lora_all", "lora.rank": 4}
+BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
+# How runs end, by the names of their folders: plan_worker.py has what breaks them.
+DIVERGED = {
+    "reported": "NaN or infinite in 3 steps in a row, 2 to 4",
+    "saved": f"have become NaN or infinite, in 1 tensor: {BROKEN}",
+    "last": "the loss of the last batch is NaN or infinite with the weights of step 1",
+    "evaluated": "exact match 0.0",  # rank 0's, for all
+    "row": "rows.jsonl:6: ",
+    "base": f"NaN or infinity before the first step, in 1 tensor: {BROKEN}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +111,10 @@ def resumed(recipe: Recipe, changes: Mapping) -> tuple[Recipe, Path]:
 
 
 @pytest.fixture(scope="module")
-def trained(recipe) -> dict[str, Recipe]:
+def trained(recipe, cogagent) -> dict[str, Recipe]:
     """Train each choice, and then continue some of them in new processes."""
     recipes = {name: with_changes(recipe, name, changes) for name, changes in CHOICES.items()}
+    recipes["cogagent, full"] = with_changes(cogagent, "cogagent, full", CHOICES["full"])
     recipes["evaluated"] = evaluated(recipe)
     stopped = with_changes(recipe, "stopped", {"trained": "lora_all", "trainer.save_steps": 2})
     plans = [planned(mine, processes=2) for mine in recipes.values()]
@@ -132,61 +151,85 @@ def assert_same_bits(actual: Recipe, expected: Recipe) -> None:
     assert_close(saved_by(actual), saved_by(expected))
 
 
-def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
-    """The adapters, loaded on their base or by themselves, give the logits computed by hand."""
-    ids = torch.arange(20)[None]
-    save_file({"input_ids": ids}, folder / "inputs.safetensors")
-    run_without_package(SCRIPT, folder, recipe.model, recipe.out, str(folder))
+def logits_by_hand(recipe: Recipe) -> torch.Tensor:
+    """Return the logits of :data:`IDS` with the adapters added to the weights of their base."""
     model = GLM4VForCausalLM.from_pretrained(recipe.model, dtype=torch.float32).eval()
     weights, adapters = model.state_dict(), saved_by(recipe)
     config = json.loads(Path(recipe.out, "adapter_config.json").read_text())
     with torch.no_grad():
-        base = model(input_ids=ids).logits
+        base = model(input_ids=IDS).logits
         for name in (name for name in adapters if name.endswith("lora_A.weight")):
             change = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
             changed = name.removeprefix("base_model.model.").replace("lora_A.", "")
             weights[changed] += config["lora_alpha"] / config["r"] * change
-        expected = model(input_ids=ids).logits
-    assert (base - expected).abs().max() > 1e-2
+        logits = model(input_ids=IDS).logits
+    assert (base - logits).abs().max() > 1e-2
+    return logits
+
+
+def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
+    """The adapters, loaded on their base or by themselves, give the logits computed by hand."""
+    save_file({"input_ids": IDS}, folder / "inputs.safetensors")
+    run_without_package(SCRIPT, folder, recipe.model, recipe.out, str(folder))
     for name, logits in load_file(folder / "logits").items():
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(logits, logits_by_hand(recipe), rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.fixture(scope="module")
 def cogagent(recipe) -> Recipe:
-    """Train all weights of the cogagent that computes the same as the recipe's model."""
+    """Return the recipe with the cogagent that computes the same as its model."""
     model = write_cogagent(Path(recipe.model), Path(recipe.model).with_name("cogagent's"))
-    return with_changes(recipe, "cogagent, full", {"model": str(model), "trained": "full"})
+    return recipe.override({"model": str(model)})
+
+
+def make_diverging(recipe: Recipe) -> list[Recipe]:
+    """Return a recipe for each entry of DIVERGED."""
+    broken = Path(recipe.model).with_name("broken")
+    shutil.copytree(recipe.model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights[BROKEN][-1, -1] = math.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    # Process 1 reads every second row: this one is in its second batch.
+    lines = Path(recipe.data.train).read_text().splitlines()
+    lines[5] = "no row"
+    rows = Path(recipe.data.train).with_name("rows.jsonl")
+    rows.write_text("\n".join(lines))
+    changes = {
+        "reported": {"trainer.save_steps": 2},
+        "saved": {"trainer.max_steps": 1},
+        "last": {"trainer.max_steps": 1},
+        "evaluated": {"data.eval": 0.2, "trainer.eval_steps": 1},
+        "row": {"data.train": str(rows), "data.check": "first 4", "data.shuffle_buffer": 1},
+        "base": {"model": str(broken), "trained": "lora_lm"},
+    }
+    slow_rate = {"trainer.learning_rate": 1e-3, "trainer.max_steps": 6}
+    return [with_changes(recipe, name, slow_rate | changes[name]) for name in DIVERGED]
 
 
 @pytest.fixture(scope="module")
-def cut(recipe, cogagent) -> Recipe:
+def cut(recipe) -> Recipe:
     """Train with five steps an epoch; it is killed while it saves a checkpoint in epoch two.
 
-    The cogagent is trained before it.
+    The diverging ones are trained before it.
     """
     changes = {"trainer.max_steps": 8, "trainer.save_steps": 3, "trainer.learning_rate": 1e-3}
     mine = with_changes(recipe, "cut", changes)
     # The last file that process 1 writes, when all shards exist and process 0 is done.
     name = "checkpoint-6/rng_state_1.pth"
+    diverging = [planned(case, processes=2) for case in make_diverging(recipe)]
     plans = [planned(mine, processes=2)]
-    ended = train_in_processes(planned(cogagent, processes=2), with_dropout=plans, die_writing=name)
+    ended = train_in_processes(diverging=diverging, with_dropout=plans, die_writing=name)
     assert ended.status, ended.output[-8000:]
-    assert Path(mine.out, name).stat().st_size > 0
+    assert Path(mine.out, name).stat().st_size > 0, ended.output[-8000:]
     return mine
 
 
 @pytest.fixture(scope="module")
 def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
-    """Complete that run, train the same without a stop, and train lora_all's adapters.
-
-    Train the same as the cogagent for the other model of the two.
-    """
-    adapters = {"trained": "lora_all", "lora.rank": 4}
+    """Complete that run, train the same without a stop, and train adapters of both models."""
     recipes = {
-        "adapters": with_changes(recipe, "adapters", adapters),
-        "cogagent, adapters": with_changes(cogagent, "cogagent, adapters", adapters),
-        "full": with_changes(recipe, "full", {"trained": "full"}),
+        "adapters": with_changes(recipe, "adapters", ADAPTERS),
+        "cogagent, adapters": with_changes(cogagent, "cogagent, adapters", ADAPTERS),
     }
     plans = [planned(mine, processes=2) for mine in recipes.values()]
     recipes["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
@@ -201,6 +244,20 @@ def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
         "it started again"
     )
     return recipes
+
+
+@pytest.mark.parametrize("case", DIVERGED)
+def test_both_processes_end_with_one_message_and_leave_no_model(case, cut):
+    folder = Path(cut.out).with_name(case)
+    first, second = ((folder / f"outcome-{rank}.txt").read_text() for rank in (0, 1))
+    assert DIVERGED[case] in first and first == second
+    assert not [*folder.glob("*.safetensors")]
+    assert {path.name for path in folder.glob("checkpoint-*")} <= {"checkpoint-2"}
+    report = json.loads((folder / "training.json").read_text(), parse_constant=pytest.fail)
+    assert report["error"] == first and not report["finished"]
+    if case == "reported":  # the history contains what only one process has seen
+        assert [entry["loss"] for entry in report["history"][1:]] == ["nan"] * 3
+        assert all(0 < entry["grad_norm"] < 100 for entry in report["history"])
 
 
 def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
@@ -221,28 +278,38 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     assert not config.skip_logits
 
 
-def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(
-    completed, tmp_path
-):
-    losses, adapters = losses_of(completed["adapters"]), saved_by(completed["adapters"])
+def test_adapters_of_zero_3_learn_and_load_on_their_base_with_their_code(completed):
+    mine = completed["adapters"]
+    losses, adapters = losses_of(mine), saved_by(mine)
     assert losses[-1] < losses[0] - 0.1
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
-    assert_loads_without_package(completed["adapters"], tmp_path)
+    base = GLM4VForCausalLM.from_pretrained(mine.model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(base, mine.out).eval()(input_ids=IDS).logits
+    torch.testing.assert_close(logits, logits_by_hand(mine), rtol=0, atol=1e-5)
+    assert Path(mine.out, "modeling_chatglm.py").is_file()
 
 
-@pytest.mark.parametrize("name", ["full", "adapters"])
-def test_a_cogagent_is_trained_to_the_permuted_weights(completed, cogagent, name):
+@pytest.mark.slow
+def test_adapters_of_zero_3_load_in_a_process_without_the_package(trained, tmp_path):
+    assert_loads_without_package(trained["plain"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [("adapters", "completed"), pytest.param("full", "trained", marks=pytest.mark.slow)],
+)
+def test_a_cogagent_is_trained_to_the_permuted_weights(name, job, request):
     """On two processes with ZeRO-3, tower included."""
-    expected, actual = (
-        completed[name],
-        {**completed, "cogagent, full": cogagent}[f"cogagent, {name}"],
-    )
+    recipes = request.getfixturevalue(job)
+    expected, actual = recipes[name], recipes[f"cogagent, {name}"]
     assert losses_of(actual) == pytest.approx(losses_of(expected), abs=ATOL)
     assert losses_of(actual)[-1] < losses_of(actual)[0] - 0.1
-    config = GLM4VForCausalLM.from_pretrained(cogagent.out).config
+    folder = actual.out if name == "full" else actual.model
+    config = ChatGLMConfig.from_pretrained(folder)
     assert config.original_rope is False
-    weights, start = saved_by(actual), load_file(Path(cogagent.model, "model.safetensors"))
+    weights, start = saved_by(actual), load_file(Path(actual.model, "model.safetensors"))
     for key, weight in permuted(saved_by(expected), config).items():
         change = (weight - start.get(key, 0)).norm()
         assert (weights[key] - weight).norm() <= 0.02 * change, key

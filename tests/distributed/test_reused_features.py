@@ -34,9 +34,8 @@ FIRST_STEP = [[1, 0, 0, 0, 0, 0, 0, 0, 0]] * 2
 RUNS = {
     ("frozen_vision", "zero3", "memory"): NEW_FOR_ONE_OF_THEM,
     ("frozen_vision", "zero3", "folder"): NEW_TO_THE_FOLDER,
-    ("lora_language", "zero3", "folder"): FIRST_STEP,  # the tower is the same
     ("frozen_vision", "fsdp2", "memory"): NEW_FOR_ONE_OF_THEM,
-    ("frozen_vision", "fsdp2", "folder"): FIRST_STEP,
+    ("lora_language", "fsdp2", "folder"): FIRST_STEP,  # the tower is the same
     ("frozen_vision", "ddp", "memory"): [[1, 0, 1, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 0, 0, 1]],
 }
 ALL_RUNS = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]

@@ -231,10 +231,8 @@ def test_other_rows_are_refused_unless_they_are_accepted(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
     assert data_changes(checkpoint, RowDigests(3, "a"), accept=False) == []
     for number in (3, 5):
-        now, message = (
-            RowDigests(number, "b"),
-            f"rows: 3 there, {number} now; their contents or their order differ",
-        )
+        now = RowDigests(number, "b")
+        message = f"rows: 3 there, {number} now; their contents or their order differ"
         assert data_changes(checkpoint, now, accept=True) == [message]
         with pytest.raises(
             ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*--accept-changed"

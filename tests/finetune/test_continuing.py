@@ -17,8 +17,11 @@ from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import close_record, start_record
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import built, drawn_recipe, planned, recipe, train_here
+from tests.helpers.tiny import update_json
 
-ON_CPU = Placement(1, on_cpu=True)
+
+def start(run_recipe: Recipe, **options) -> None:
+    launch(resolve_recipe(run_recipe), Placement(1, on_cpu=True), **options)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +81,8 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     longer = same.override({"trainer.num_train_epochs": 3.0})
     shutil.copytree(trained.out, out)
     with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-        launch(resolve_recipe(same), ON_CPU, resume=True)
-    launch(resolve_recipe(longer), ON_CPU, resume=True)
+        start(same, resume=True)
+    start(longer, resume=True)
     assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-2"
     report = train_here(longer, out / "checkpoint-2")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
@@ -89,13 +92,13 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     shutil.rmtree(out)
     shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        launch(resolve_recipe(longer), ON_CPU, resume=True)
+        start(longer, resume=True)
 
 
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
     changes = {"save_strategy": None, "save_steps": 1, "logging_steps": 2}
     changed = stopped.override({f"trainer.{name}": value for name, value in changes.items()})
-    launch(resolve_recipe(changed), ON_CPU, resume=True, dry_run=True)
+    start(changed, resume=True, dry_run=True)
     message = f"training resumes from {Path(stopped.out, 'checkpoint-2')}, after step 2"
     assert message in capsys.readouterr().out
     report = train_here(changed, find_start_checkpoint(resolve_recipe(changed), 1, True))
@@ -142,18 +145,20 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path, monkeypatc
     assert model.peft_config["default"].base_model_name_or_path == trained.model
 
 
-def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp_path, not_run):
-    first = stopped.override({"out": str(tmp_path / "first")})
-    train_here(first)
-    more = stopped.override({"model": first.out, "out": str(tmp_path / "more")})
-    launch(resolve_recipe(more), ON_CPU)
+def test_another_base_under_adapters_or_their_checkpoint_is_refused(
+    trained, stopped, tmp_path, not_run
+):
+    adapters = shutil.copytree(trained.out, tmp_path / "adapters")
+    update_json(adapters / "adapter_config.json", base_model_name_or_path=stopped.model)
+    more = stopped.override({"model": str(adapters), "out": str(tmp_path / "more")})
+    start(more)
     assert find_start_checkpoint(resolve_recipe(stopped), 1, True).name == "checkpoint-2"
     path = Path(stopped.model, "model.safetensors")
     weights = load_file(path)
     weights["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)has changed since the adapters .*safetensors: \w+"):
-        launch(resolve_recipe(more.override({"out": str(tmp_path / "other")})), ON_CPU)
+        start(more.override({"out": str(tmp_path / "other")}))
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
         find_start_checkpoint(resolve_recipe(stopped), 1, True)
 
@@ -163,12 +168,12 @@ def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, no
     one, other, *_ = sorted(data.parent.glob("images/*"))
     other.write_bytes(one.read_bytes())
     with pytest.raises(ValueError, match=r"(?s)20 there, 20 now; .*--accept-changed-data"):
-        launch(resolve_recipe(stopped), ON_CPU, resume=True)
-    launch(resolve_recipe(stopped), ON_CPU, resume=True, accept_changed_data=True)
+        start(stopped, resume=True)
+    start(stopped, resume=True, accept_changed_data=True)
     output = capfd.readouterr().out
     assert "rows: 20 there, 20 now; their contents" in output
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
-    launch(resolve_recipe(stopped), ON_CPU, resume=True, accept_changed_data=True)
+    start(stopped, resume=True, accept_changed_data=True)
     output = capfd.readouterr().out
     assert "20 there, 21 now; their contents" in output
     assert "may come twice and others not at all" in output

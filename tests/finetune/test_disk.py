@@ -72,13 +72,9 @@ def test_an_old_checkpoint_goes_when_a_new_one_is_complete(
     trainer_fields, counted, max_checkpoints
 ):
     """``counted``: the steps, once all rows have been seen."""
-    changes = {
-        f"trainer.{name}": value for name, value in ({"max_steps": None} | trainer_fields).items()
-    }
-    assert (
-        max_checkpoints_on_disk(recipe(changes | {"data.eval": 0.1}).trainer, False, counted)
-        == max_checkpoints
-    )
+    values = {"max_steps": None} | trainer_fields
+    changes = {f"trainer.{name}": value for name, value in values.items()} | {"data.eval": 0.1}
+    assert max_checkpoints_on_disk(recipe(changes).trainer, False, counted) == max_checkpoints
 
 
 def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):

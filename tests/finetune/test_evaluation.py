@@ -31,38 +31,31 @@ from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import drawn_recipe, train_here
+from tests.helpers.recipes import train_here
 
 TOKENS = 4  # of an answer, on which an evaluation spends most of its time
 
 
 @pytest.fixture(scope="module")
-def base_recipe(tmp_path_factory) -> Recipe:
+def base_recipe(base_recipe, tmp_path_factory) -> Recipe:
     """Three epochs, a quarter of the rows held out."""
     changes = {
         "trainer.max_steps": None,
         "trainer.num_train_epochs": 3.0,
         "trainer.per_device_train_batch_size": 4,
         "trainer.logging_steps": 1,
-        "trained": "lora_lm",
         "lora.dropout": 0.3,
-        "engine.zero_stage": 0,
         "data.eval": 0.25,
+        "data.eval_answers": 8,
         "data.eval_max_new_tokens": TOKENS,
+        "out": str(tmp_path_factory.mktemp("evaluated") / "out"),
     }
-    return drawn_recipe(tmp_path_factory.mktemp("evaluated"), changes)
+    return base_recipe.override(changes)
 
 
 @pytest.fixture(scope="module")
 def report(base_recipe) -> dict:
     return train_here(base_recipe)
-
-
-@pytest.fixture
-def mine(mine) -> Recipe:
-    """Read by one process: another number changes nothing, and their starts take most of the
-    time."""
-    return mine.override({"trainer.dataloader_num_workers": 0})
 
 
 assert_equal = partial(assert_close, rtol=0, atol=0)
@@ -114,13 +107,10 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
     base_recipe, report, sample, monkeypatch
 ):
     generations, answers = sample(1024), []
-    monkeypatch.setattr(
-        evaluation, "draw_sheet", lambda _, drawn_answers, *__: answers.extend(drawn_answers)
-    )
+    monkeypatch.setattr(evaluation, "draw_sheet", lambda _, texts, *__: answers.extend(texts))
     assert Path(base_recipe.out, "answers.png").is_file()
-    model = load_with_processor(
-        resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu"
-    )
+    saved = resolve_base(base_recipe.override({"model": base_recipe.out}))
+    model = load_with_processor(saved, "cpu")
     usual = model.model.generation_config
     matches = generations.answer(model.model, draws_sheet=True)
     assert model.model.generation_config is usual
@@ -212,6 +202,7 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
     losses = iter([2.0, 1.0])
     monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(losses), 1))
     changes = {"trainer.num_train_epochs": 2.0, "trainer.save_strategy": strategy}
+    changes["data.eval_answers"] = 0
     result = train_here(mine.override(changes | {"trainer.load_best_model_at_end": True}))
     first, last = [entry["step"] for entry in result["evaluations"]]
     assert result["best_step"] == last == result["history"][-1]["step"]
@@ -224,17 +215,12 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
 
 
 def test_rows_that_decide_what_is_best_belong_to_a_run(base_recipe, tmp_path):
+    other = base_recipe.override({"data.eval": base_recipe.data.train})
     checked = check_data(resolve_recipe(base_recipe))
-    others = replace(
-        checked,
-        eval=check_data(
-            resolve_recipe(base_recipe.override({"data.eval": base_recipe.data.train}))
-        ).eval,
-    )
+    others = replace(checked, eval=check_data(resolve_recipe(other)).eval)
     for decides in (False, True):
-        write_checkpoint_manifest(
-            tmp_path, ResumeFingerprint({}, {}, digest_rows(checked, decides))
-        )
+        fingerprint = ResumeFingerprint({}, {}, digest_rows(checked, decides))
+        write_checkpoint_manifest(tmp_path, fingerprint)
         now = digest_rows(others, decides)
         assert len(data_changes(tmp_path, now, accept=True)) == decides
 

@@ -17,12 +17,16 @@ from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.launch import launch, prepared
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import RECORD
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.placement import Placement
 
-ON_CPU = Placement(1, on_cpu=True)
 ONE_FAILED = "process 0 ended with status 1"
+
+
+def start(run_recipe: Recipe, **options) -> None:
+    launch(resolve_recipe(run_recipe), Placement(1, on_cpu=True), **options)
 
 
 @pytest.fixture
@@ -58,31 +62,27 @@ def contents(folder: str | Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
 def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp_path, options):
     model, out = Path(shutil.copytree(mine.model, tmp_path / "model")), Path(mine.out)
-    launch(resolve_recipe(mine), ON_CPU)
+    start(mine)
     (out / "training.json").unlink()
     linked = model / "model.safetensors"
     shutil.move(linked, out / "adapter_model.safetensors")
     linked.symlink_to(out / "adapter_model.safetensors")
     content = linked.read_bytes()
     with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
-        launch(resolve_recipe(mine.override({"model": str(model)})), ON_CPU, **options)
+        start(mine.override({"model": str(model)}), **options)
     assert linked.read_bytes() == content and len(processes) == 1
 
 
 def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(mine, processes):
-    launch(resolve_recipe(mine), ON_CPU)
+    start(mine)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
     with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
-        launch(resolve_recipe(mine), ON_CPU)
+        start(mine)
     with pytest.raises(ValueError, match="plan.json"):
-        launch(
-            resolve_recipe(mine.override({"data.train": f"{mine.out}/plan.json"})),
-            ON_CPU,
-            overwrite=True,
-        )
+        start(mine.override({"data.train": f"{mine.out}/plan.json"}), overwrite=True)
     assert contents(mine.out) == before and len(processes) == 1
-    launch(resolve_recipe(mine), ON_CPU, overwrite=True)
+    start(mine, overwrite=True)
     after = contents(mine.out)
     assert after["adapter_model.safetensors"] == b"weights of run 2"
     assert after["notes.txt"] == b"mine"
@@ -97,18 +97,14 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(mine, runs):
     runs(run)
     message = r"^training diverged: in step 7 \(settings: .*json\)"
     with pytest.raises(RuntimeError, match=f"{message}$"):
-        launch(resolve_recipe(mine), ON_CPU)
+        start(mine)
     # A stream may also end at a row, with a checkpoint.
     with pytest.raises(RuntimeError, match=rf"(?s){message}\nto resume from .* --resume$"):
-        launch(
-            resolve_recipe(mine.override({"data.stream": True, "trainer.save_steps": 1})),
-            ON_CPU,
-            overwrite=True,
-        )
+        start(mine.override({"data.stream": True, "trainer.save_steps": 1}), overwrite=True)
     # A report of before is no report of a run that dies without one.
     runs(lambda command: ONE_FAILED)
     with pytest.raises(RuntimeError, match=f"failed: {ONE_FAILED}"):
-        launch(resolve_recipe(mine), ON_CPU, overwrite=True)
+        start(mine, overwrite=True)
 
 
 def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(mine, runs, monkeypatch):
@@ -116,7 +112,7 @@ def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(mine, runs, mon
     full = OSError(errno.ENOSPC, "No space left on device", "run.json")
     monkeypatch.setattr(launching, "close_record", Mock(side_effect=full))
     with pytest.raises(RuntimeError, match=rf"(?s){ONE_FAILED}.*to resume .*--resume$"):
-        launch(resolve_recipe(mine.override({"trainer.save_steps": 1})), ON_CPU)
+        start(mine.override({"trainer.save_steps": 1}))
 
 
 def test_it_is_told_which_process_ended_first_and_whether_it_was_killed_for_memory(words):
@@ -139,18 +135,18 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
 
     runs(run)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve_recipe(mine), ON_CPU)
+        start(mine)
     assert "adapter_config.json" in json.loads((out / RECORD).read_text())["written"]
     foreign.write_bytes(b"mine")
     # No data of a later run is looked at either, and no record of it made.
     run_recipe = mine.override({"data.train": mine.data.train + ".none"})
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(ValueError, match="holds mine.safetensors, .*no run"):
-            launch(resolve_recipe(run_recipe), ON_CPU, **options)
+            start(run_recipe, **options)
     assert foreign.read_bytes() == b"mine"
     foreign.unlink()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve_recipe(mine), ON_CPU, overwrite=True)
+        start(mine, overwrite=True)
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [("", "0"), ("3,1", "3")])

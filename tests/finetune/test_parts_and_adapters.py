@@ -79,11 +79,8 @@ def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
     assert on == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"}
     assert not any(part_of_parameter(name) == "projector" for name in names)
     again = short.override({"model": short.out, "trained": "lora_all", "lora.rank": 4})
-    assert (
-        resolve_base(again).adapters
-        == resolve_base(again.override(lora)).adapters
-        == Path(short.out)
-    )
+    for same in (again, again.override(lora)):
+        assert resolve_base(same).adapters == Path(short.out)
 
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):

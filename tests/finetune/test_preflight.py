@@ -203,25 +203,15 @@ def test_what_is_written_lies_neither_in_nor_around_what_is_read(
         overrides = ["data.train=[{path: train.jsonl, image_folder: images}]"]
     (laid_out / "link").symlink_to(folder)
     field = "data.reuse_features"
-    for out in (
-        name,
-        f"{name}/run",
-        f"{folder}/",
-        f"{name}-private/../{name}/run",
-        "link/run",
-        ".",
-    ):
+    around = f"{name}-private/../{name}/run"
+    for out in (name, f"{name}/run", f"{folder}/", around, "link/run", "."):
         [line] = problem_lines(recipe_file, *overrides, f"out={out}")
         assert line.startswith("out") and f"{folder}, which is read" in line
     [line] = problem_lines(recipe_file, *overrides, f"{field}={name}/kept", "trained=lm")
     assert line.startswith(field) and f"{folder}, which is read" in line
     for out in (f"{name}-private", f"{name}-private/run", f"{name}_run"):
-        assert (
-            problem_lines(
-                recipe_file, *overrides, f"out={out}", f"{field}={out}/kept", "trained=lm"
-            )
-            == []
-        )
+        beside = [f"out={out}", f"{field}={out}/kept", "trained=lm"]
+        assert problem_lines(recipe_file, *overrides, *beside) == []
 
 
 def test_an_image_folder_around_the_rows_is_a_prefix_of_paths(recipe_file, laid_out, monkeypatch):
@@ -275,24 +265,21 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(recipe_file, laid_ou
     }
     for field, name in names.items():
         [line] = problem_lines(recipe_file, f"{field}=${{DATA}}/{name}", "trained=lm")
-        assert line.startswith(field) and line.endswith(
-            f"expected the path itself: {laid_out}/{name}"
-        )
+        assert line.startswith(field)
+        assert line.endswith(f"expected the path itself: {laid_out}/{name}")
         [line] = problem_lines(recipe_file, f"{field}=${{OUT}}/{name}", "trained=lm")
         assert line.startswith(field) and "OUT is not set" in line
-    for sets in ("[~/train/rows.jsonl]", "['~/train/*.jsonl']", "[{path: ~/train/rows.jsonl}]"):
-        [source] = validate_recipe(recipe_file, [f"data.train={sets}"], device="cpu")[
-            0
-        ].data.sources()
+    for sets in (
+        "[~/train/rows.jsonl]",
+        "['~/train/*.jsonl']",
+        "[{path: ~/train/rows.jsonl, image_folder: ~/images}]",
+    ):
+        validated, _ = validate_recipe(recipe_file, [f"data.train={sets}"], device="cpu")
+        [source] = validated.data.sources()
         assert source.path == f"{laid_out}/train/rows.jsonl"
-        [line] = problem_lines(recipe_file, f"data.train={sets.replace('~', '$DATA')}")
-        assert (
-            line.startswith("data.train: ") and f"expected the path itself: {laid_out}/tr" in line
-        )
-    inner = "{path: ~/train/rows.jsonl, image_folder: ~/images}"
-    [source] = validate_recipe(recipe_file, [f"data.train=[{inner}]"], device="cpu")[
-        0
-    ].data.sources()
+        [line] = problem_lines(recipe_file, f"data.train={sets.replace('~', '$DATA', 1)}")
+        assert line.startswith("data.train: "), line
+        assert f"expected the path itself: {laid_out}/" in line
     assert source.image_folder == f"{laid_out}/images"
     assert not (laid_out / "model-private" / "~").exists()
 

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from matplotlib.figure import Figure
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -21,6 +22,11 @@ LINE = (
     + r"[\d.]+ GiB " * torch.cuda.is_available()
     + r"left \d+:\d\d:\d\d"
 )
+
+
+@pytest.fixture(autouse=True)
+def plots_are_empty():
+    """Draw them here."""
 
 
 class Steps:
@@ -59,6 +65,7 @@ def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(
     loaded, _, trained = output.err.partition("the first step ...")
     for word in ("has new PAD/BOS/EOS tokens", "shards", "{'"):
         assert word not in loaded + trained
+    assert Path(mine.out, "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "%|" not in trained
 
 

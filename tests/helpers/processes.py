@@ -1,5 +1,6 @@
 """Run real training processes; a hang or an orphan is a failure and not a stuck run."""
 
+import json
 import os
 import re
 import signal
@@ -20,8 +21,6 @@ from glm4v_patched.engine.environment import path_with_interpreter, rank_environ
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_SERVE = 300
-# Seconds for the other ranks to report, once one has failed.
-SECONDS_TO_END = 10
 WORKERS = ROOT / "tests" / "distributed"
 
 
@@ -127,69 +126,45 @@ def run_with_limit(
     folder: Path | None = None,
 ) -> Ended:
     """Run a command in a folder; when the time is up, kill it and all that it started."""
-    environment = cpu_environment() if environment is None else environment
-    return run_processes(command, [environment], seconds, folder)
-
-
-def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
-    """Run a script, or ``-m`` and a module, as each rank of so many processes, which spares torch's
-    launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
-    first one that failed."""
-    ranks = [cpu_environment() | variables for variables in rank_environments(processes)]
-    return run_processes([sys.executable, *command], ranks, seconds)
-
-
-def run_processes(
-    command: list[str], environments: list[dict], seconds: float, folder: Path | None = None
-) -> Ended:
-    """Run a command in each of the environments; else like the two above."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        ranks = [
-            subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for environment in environments
-        ]
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=cpu_environment() if environment is None else environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        status = None
         try:
-            status = _status_of(ranks, time.monotonic() + seconds)
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
         finally:
-            for rank in ranks:
-                _kill(rank)
+            _kill(process)
         output.seek(0)
         return Ended(status, output.read())
 
 
-def _status_of(ranks: list[subprocess.Popen], end: float) -> int | None:
-    while True:
-        statuses = [rank.poll() for rank in ranks]
-        if failed := next(filter(None, statuses), None):
-            end = min(end, time.monotonic() + SECONDS_TO_END)
-            for rank in ranks:
-                with suppress(subprocess.TimeoutExpired):
-                    rank.wait(max(end - time.monotonic(), 0))
-            return failed
-        if None not in statuses:
-            return 0
-        if time.monotonic() > end:
-            return None
-        time.sleep(0.02)
+def run_ranks(*command: str, seconds: float, ranks: list[dict[str, str]] | None = None) -> Ended:
+    """Run a script, with its arguments, as each rank of a job: see tests/distributed/ranks.py.
+
+    Args:
+        ranks: The environment variables of each; by default those of two processes.
+    """
+    variables = json.dumps(rank_environments(2) if ranks is None else ranks)
+    return run_with_limit([sys.executable, str(WORKERS / "ranks.py"), variables, *command], seconds)
 
 
-def _kill(rank: subprocess.Popen) -> None:
+def _kill(started: subprocess.Popen) -> None:
     """With all that it started: not a process group, for torch's launcher starts every worker in a
     session of its own."""
-    if rank.poll() is not None:
+    if started.poll() is not None:
         return
-    process = psutil.Process(rank.pid)
+    process = psutil.Process(started.pid)
     for part in [*process.children(recursive=True), process]:
         with suppress(psutil.NoSuchProcess):
             part.kill()
-    rank.wait()
+    started.wait()
 
 
 def run_two_processes(function: Callable[[Path], None], folder: Path, seconds: float) -> str:
