@@ -1,0 +1,75 @@
+"""peft's own tests of custom models and of language models, with images in every sequence."""
+
+import pytest
+import torch
+from peft_tests import test_custom_models as custom
+from peft_tests import test_decoder_models as decoders
+
+from glm4v_patched import applied
+from tests.suites import tiny_folder
+
+# Some kinds of methods: tests/frameworks/test_peft.py trains all of peft's, and both suites with all
+# of them have thousands of tests.
+ADAPTERS = ("LoraConfig", "AdaLoraConfig", "IA3Config", "LoHaConfig", "OFTConfig", "VeraConfig")
+OF_DECODERS = ("LoraConfig", "PromptTuningConfig", "PrefixTuningConfig")
+# The modules of peft's first custom model, and ours.
+MODULES = {"lin0": "query_key_value", "lin1": "dense_4h_to_h"}
+
+
+class LogProbabilities(torch.nn.Module):
+    """The tiny model as peft's custom models are: one tensor in, logarithms of probabilities out."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny_folder.build()
+
+    def forward(self, X):  # noqa: N803  peft's name
+        return self.model(**tiny_folder.image_prompts(X)).logits[:, -1].log_softmax(-1)
+
+    @classmethod
+    def from_pretrained(cls, model_id: str, dtype: torch.dtype = torch.float32):
+        return cls().to(dtype)
+
+
+def with_our_modules(options: dict) -> dict:
+    targets = options["target_modules"]
+    names = [targets] if isinstance(targets, str) else targets
+    return options | {"target_modules": [MODULES[name] for name in names]}
+
+
+def only_over(parameters: list, of_class: type) -> dict:
+    """Return what a class of tests has, without the tests that do not run over these parameters."""
+    return {
+        name: value
+        for name, value in vars(of_class).items()
+        if not name.startswith("test_")
+        or any(mark.args[1:2] == (parameters,) for mark in getattr(value, "pytestmark", []))
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched():
+    with applied():  # they load by Auto classes
+        yield
+
+
+class TestCustomModel(custom.PeftCommonTester):
+    locals().update(only_over(custom.TEST_CASES, custom.TestPeftCustomModel))
+    transformers_class = LogProbabilities
+
+
+class TestDecoder(decoders.PeftCommonTester):
+    locals().update(only_over(decoders.PEFT_DECODER_MODELS_TO_TEST, decoders.TestDecoderModels))
+
+    def prepare_inputs_for_testing(self) -> dict[str, torch.Tensor]:
+        return tiny_folder.image_prompts(torch.tensor([[1, 1, 1], [1, 2, 1]]))
+
+
+# Each method's first case.
+first = {case[2].__name__: case for case in reversed(custom.TEST_CASES)}
+custom.TEST_CASES[:] = [
+    (first[method][0], "glm-4v", first[method][2], with_our_modules(first[method][3]))
+    for method in ADAPTERS
+]
+decoders.ALL_CONFIGS[:] = [case for case in decoders.ALL_CONFIGS if case[0].__name__ in OF_DECODERS]
+decoders.PEFT_DECODER_MODELS_TO_TEST[:] = [tiny_folder.write()]
