@@ -29,7 +29,7 @@ class Layer(torch.nn.Module):
 
 
 def having_their_model(of_class: type, part: str = "") -> dict:
-    """Return a class's helpers, and its tests that build the model and have the part in the name."""
+    """Return a class's helpers, and its tests that build the model and are named so."""
     return {
         name: value
         for name, value in vars(of_class).items()

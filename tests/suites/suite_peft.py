@@ -8,16 +8,16 @@ from peft_tests import test_decoder_models as decoders
 from glm4v_patched import applied
 from tests.suites import tiny_folder
 
-# Some kinds of methods: tests/frameworks/test_peft.py trains all of peft's, and both suites with all
-# of them have thousands of tests.
-ADAPTERS = ("LoraConfig", "AdaLoraConfig", "IA3Config", "LoHaConfig", "OFTConfig", "VeraConfig")
-OF_DECODERS = ("LoraConfig", "PromptTuningConfig", "PrefixTuningConfig")
+# A method of each kind. tests/frameworks/test_peft.py trains all of them; these suites would have
+# 3,500 tests.
+OF_CUSTOM_MODELS = ("LoraConfig", "IA3Config", "OFTConfig")
+OF_DECODERS = ("LoraConfig", "PromptTuningConfig")
 # The modules of peft's first custom model, and ours.
 MODULES = {"lin0": "query_key_value", "lin1": "dense_4h_to_h"}
 
 
 class LogProbabilities(torch.nn.Module):
-    """The tiny model as peft's custom models are: one tensor in, logarithms of probabilities out."""
+    """The tiny model as peft's custom models are: one tensor in, log probabilities out."""
 
     def __init__(self):
         super().__init__()
@@ -47,6 +47,12 @@ def only_over(parameters: list, of_class: type) -> dict:
     }
 
 
+def first_cases(cases: list[tuple], column: int, methods: tuple[str, ...]) -> list[tuple]:
+    """Return the first case of each method, whose class is in this column."""
+    first = {case[column].__name__: case for case in reversed(cases)}
+    return [first[method] for method in methods]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def patched():
     with applied():  # they load by Auto classes
@@ -65,11 +71,9 @@ class TestDecoder(decoders.PeftCommonTester):
         return tiny_folder.image_prompts(torch.tensor([[1, 1, 1], [1, 2, 1]]))
 
 
-# Each method's first case.
-first = {case[2].__name__: case for case in reversed(custom.TEST_CASES)}
 custom.TEST_CASES[:] = [
-    (first[method][0], "glm-4v", first[method][2], with_our_modules(first[method][3]))
-    for method in ADAPTERS
+    (name, "glm-4v", kind, with_our_modules(options))
+    for name, _, kind, options in first_cases(custom.TEST_CASES, 2, OF_CUSTOM_MODELS)
 ]
-decoders.ALL_CONFIGS[:] = [case for case in decoders.ALL_CONFIGS if case[0].__name__ in OF_DECODERS]
+decoders.ALL_CONFIGS[:] = first_cases(decoders.ALL_CONFIGS, 0, OF_DECODERS)
 decoders.PEFT_DECODER_MODELS_TO_TEST[:] = [tiny_folder.write()]
