@@ -12,8 +12,7 @@ from tests.suites import tiny_folder
 # 3,500 tests.
 OF_CUSTOM_MODELS = ("LoraConfig", "IA3Config", "OFTConfig")
 OF_DECODERS = ("LoraConfig", "PromptTuningConfig")
-# The modules of peft's first custom model, and ours.
-MODULES = {"lin0": "query_key_value", "lin1": "dense_4h_to_h"}
+TARGETS = {"target_modules": ["query_key_value"]}
 
 
 class LogProbabilities(torch.nn.Module):
@@ -29,12 +28,6 @@ class LogProbabilities(torch.nn.Module):
     @classmethod
     def from_pretrained(cls, model_id: str, dtype: torch.dtype = torch.float32):
         return cls().to(dtype)
-
-
-def with_our_modules(options: dict) -> dict:
-    targets = options["target_modules"]
-    names = [targets] if isinstance(targets, str) else targets
-    return options | {"target_modules": [MODULES[name] for name in names]}
 
 
 def only_over(parameters: list, of_class: type) -> dict:
@@ -72,7 +65,7 @@ class TestDecoder(decoders.PeftCommonTester):
 
 
 custom.TEST_CASES[:] = [
-    (name, "glm-4v", kind, with_our_modules(options))
+    (name, "glm-4v", kind, options | TARGETS)
     for name, _, kind, options in first_cases(custom.TEST_CASES, 2, OF_CUSTOM_MODELS)
 ]
 decoders.ALL_CONFIGS[:] = first_cases(decoders.ALL_CONFIGS, 0, OF_DECODERS)

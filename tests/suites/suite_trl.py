@@ -4,8 +4,10 @@ import copy
 
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
-from trl_tests.test_chat_template_utils import TestIsChatTemplatePrefixPreserving  # noqa: F401
-from trl_tests.test_chat_template_utils import TestIsChatTemplateStopTokenTrained  # noqa: F401
+from trl_tests.test_chat_template_utils import (
+    TestIsChatTemplatePrefixPreserving,  # noqa: F401
+    TestIsChatTemplateStopTokenTrained,  # noqa: F401
+)
 from trl_tests.test_data_utils import TestApplyChatTemplate
 from trl_tests.test_dpo_trainer import TestDataCollatorForVisionPreference  # noqa: F401
 from trl_tests.test_kto_trainer import TestDataCollatorForVisionUnpairedPreference  # noqa: F401

@@ -9,6 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import fill
 
 REASONS = Path(__file__).with_name("reasons.json")
 OUTCOMES = ("passed", "failed", "skipped")
@@ -49,6 +50,12 @@ def surprises(document: dict, reasons: list[dict]) -> list[str]:
     return lines
 
 
+def cell(numbers: Counter, version: str, outcome: str) -> str:
+    """Return a number for a table, or a dash if nothing was run."""
+    was_run = any(numbers[version, one] for one in OUTCOMES)
+    return str(numbers[version, outcome]) if was_run else "-"
+
+
 def counts(documents: list[dict]) -> dict[tuple[str, str], Counter]:
     """Return how many tests of each suite and class ended how, with each version."""
     numbers = defaultdict(Counter)
@@ -66,14 +73,13 @@ def failures(documents: list[dict], reasons: list[dict]) -> list[str]:
     for document in documents:
         for name, result in document["results"].items():
             index = reason_for(name, document["version"], reasons)
-            if result["outcome"] == "failed" and index is not None:
-                numbers[index][document["version"]] += 1
+            numbers[index][document["version"], result["outcome"]] += 1
     lines = ["| tests | " + " | ".join(versions) + " | reason |"]
     lines.append("|---|" + "---:|" * len(versions) + "---|")
     for index, entry in enumerate(reasons):
         if index in numbers:
             tests = ", ".join(f"`{pattern.partition('::')[2]}`" for pattern in entry["tests"])
-            cells = " | ".join(str(numbers[index][version]) for version in versions)
+            cells = " | ".join(cell(numbers[index], version, "failed") for version in versions)
             lines.append(f"| {tests} | {cells} | {entry['reason']} |")
     return lines
 
@@ -89,7 +95,7 @@ def tables(documents: list[dict], reasons: list[dict]) -> str:
     lines += ["| suite | rows or part | " + " | ".join(map(" ".join, columns)) + " |"]
     lines.append("|---|---|" + "---:|" * len(columns))
     for (suite, of_class), numbers in counts(shared).items():
-        cells = " | ".join(str(numbers[column]) for column in columns)
+        cells = " | ".join(cell(numbers, *column) for column in columns)
         lines.append(f"| {suite} | {of_class} | {cells} |")
     lines += ["", "## Failures, and why they are right", "", *failures(shared, reasons)]
     lines += ["", "## peft, accelerate, TRL", ""]
@@ -100,14 +106,17 @@ def tables(documents: list[dict], reasons: list[dict]) -> str:
             cells = " | ".join(str(numbers[one["version"], outcome]) for outcome in OUTCOMES)
             package = f"{one['package']} {one['version']}"
             lines.append(f"| {package} | {one['transformers']} | {of_class} | {cells} |")
-    lines += ["", *failures(others, reasons), "", "## Why tests were skipped", ""]
+    together = {name: result for one in others for name, result in one["results"].items()}
+    lines += ["", *failures([{"version": "failed", "results": together}], reasons)]
+    lines += ["", "## Why tests were skipped", ""]
     skips = Counter(
         result["reason"].removeprefix("Skipped: ").partition("\n")[0]
         for document in documents
         for result in document["results"].values()
         if result["outcome"] == "skipped"
     )
-    lines += [f"- {number}: {reason[:150]}" for reason, number in skips.most_common(15)]
+    for reason, number in skips.most_common(15):
+        lines.append(fill(f"- {number}: {reason[:150]}", 100, subsequent_indent="  "))
     if rest := sum(number for _, number in skips.most_common()[15:]):
         lines.append(f"- {rest}: {len(skips) - 15} more reasons")
     return "\n".join(lines) + "\n"
