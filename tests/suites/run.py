@@ -73,10 +73,10 @@ def unpack(source: Path, folder: Path, checkout: Path | None) -> str:
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
             archive.extractall(folder / "sdist")
         (root,) = (folder / "sdist").iterdir()
-    package, _, given = root.name.partition("-")
+    package, _, package_version = root.name.partition("-")
     if package not in SUITES:
         raise SystemExit(f"{source} holds {root.name}, expected one of {', '.join(SUITES)}")
-    if given != version(package):
+    if package_version != version(package):
         raise SystemExit(f"{source} holds {root.name}, installed is {version(package)}")
     name = f"{package}_tests"  # not "tests", which is ours
     if checkout is not None:
@@ -111,10 +111,11 @@ def nearest_checkout(folder: Path) -> tuple[Path, str]:
     """
     installed, checkouts = Version(version("transformers")), {}
     for file in [*folder.glob(CODE), *folder.glob(f"*/{CODE}")]:
-        given = Version(re.search('(?m)^__version__ = "(.+)"', file.read_text())[1])
+        checkout_version = Version(re.search('(?m)^__version__ = "(.+)"', file.read_text())[1])
         root = file.parents[2]
-        if given.major == installed.major and (root / "tests" / "generation").is_dir():
-            checkouts[abs(given.minor - installed.minor), given] = root
+        if checkout_version.major == installed.major and (root / "tests" / "generation").is_dir():
+            difference = abs(checkout_version.minor - installed.minor)
+            checkouts[difference, checkout_version] = root
     if not checkouts:
         raise SystemExit(
             f"{folder} contains no checkout of transformers {installed.major}: give one"
