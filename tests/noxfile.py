@@ -567,18 +567,35 @@ def clients(session: nox.Session) -> None:
 
 @nox.session
 def suites(session: nox.Session) -> None:
-    """transformers' own shared suites on our classes; writes docs/suites.md."""
+    """Suites of transformers, peft, accelerate and TRL on our classes; writes docs/suites.md."""
     session.chdir(ROOT)
-    # The suites import these; httpx is for what a checkout has.
+    # The suites import these; httpx is for what a checkout has, diffusers for what peft's tests do.
     needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece", "httpx"]
-    folder, results = session.create_tmp(), []
+    needed += ["diffusers", "datasets", "accelerate"]
+    folder, results = Path(session.create_tmp()), []
+
+    def run_suites(source: Path) -> None:
+        results.append(f"{folder}/{source.name}.json")
+        command = ["tests/suites/run.py", str(source), "--out", results[-1]]
+        session.run("python", *command, *session.posargs)
+
+    def run_suites_of_sdist(package: str, version: str) -> None:
+        options = ["--no-deps", "--no-binary", package, "--dest", str(folder)]
+        session.run("pip", "download", "-q", *options, f"{package}=={version}")
+        [archive] = folder.glob(f"{package}-{version}.*gz")
+        run_suites(archive)
+
     for version in (TRANSFORMERS[0], *EVERY_TRANSFORMERS[-2:]):
         session.install("torch==2.13.0")
-        session.install("-e", ".", f"transformers=={version}", "accelerate", *needed)
-        sdist = ["--no-deps", "--no-binary", "transformers", "--dest", folder]
-        session.run("pip", "download", "-q", *sdist, f"transformers=={version}")
-        [archive] = Path(folder).glob(f"transformers-{version}.*")
-        results.append(f"{folder}/{version}.json")
-        command = ["tests/suites/run.py", str(archive), "--out", results[-1]]
-        session.run("python", *command, *session.posargs)
+        session.install("-e", ".", f"transformers=={version}", *needed)
+        run_suites_of_sdist("transformers", version)
+    others = {"peft": "0.21.2", "accelerate": "1.15.0"}
+    session.install(*map("==".join, others.items()))
+    for package, version in others.items():
+        run_suites_of_sdist(package, version)
+    # TRL's sdist has no tests: a checkout of its repository does, as a folder trl-VERSION.
+    for word in session.posargs:
+        for checkout in Path(word).glob("trl-*"):
+            session.install(checkout.name.replace("-", "=="), "psutil")
+            run_suites(checkout)
     session.run("python", "tests/suites/table.py", *results, "--out", "docs/suites.md")

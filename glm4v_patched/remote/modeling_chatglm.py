@@ -574,6 +574,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         inputs = InputBatch(
             ids, attention_mask, position_ids, labels, last_shift_label, past_length, next_position
         )
+        if inputs_embeds is not None:
+            prompt_length = None  # peft's virtual tokens come before the columns that it counts
         batch = expand_image_placeholders(
             inputs, self.prompt_format, num_images, prompt_length, num_items_in_batch
         )

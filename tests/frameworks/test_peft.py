@@ -103,6 +103,15 @@ def test_without_targets_peft_adapts_both_towers(method):
     assert 0 < sum(".vision." in name for name in adapted) < len(adapted)
 
 
+def test_an_image_is_found_after_more_virtual_tokens_than_the_prompt_has_ids():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20)
+    model = peft.get_peft_model(tiny_model(), config).eval()
+    prompt = {n: two_sequences()[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
+    assert prompt["input_ids"].shape[1] < 20
+    answer = model.generate(**prompt, max_new_tokens=1, do_sample=False, pad_token_id=PAD)
+    assert answer[0, -1] == model(**prompt).logits[0, -1].argmax()
+
+
 @pytest.mark.parametrize("method", ["PrefixTuning", "Cartridge"])
 def test_prefix_tuning_is_refused_with_the_alternatives(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""
