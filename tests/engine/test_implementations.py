@@ -97,6 +97,9 @@ def test_the_report_for_training_names_each_modules_implementation(monkeypatch):
     before = report(model, replace(usage, fp8=False))
     assert before.startswith("as published (fp8 is off): 2 x language model query_key_value, 2 x ")
     use_implementations(model, usage)
+    problem = "fa3-fwd is not installed: pip install fa3-fwd"
+    kernels = implementations.flash_attention_3
+    monkeypatch.setattr(kernels, "find_fa3_problem", lambda head_dim: problem)
     text = report(model, usage)
     # Of a LoRA layer only the base layer is reported, not its factors.
     assert "Fp8StoredLinear: 2 x language model query_key_value, " in text and "default" not in text
