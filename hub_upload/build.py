@@ -50,14 +50,14 @@ ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_mo
 
 
 class PublishedModel(NamedTuple):
-    """A model whose weights are published with our code."""
+    """A model of the original authors, whose weights can be published with our code."""
 
     id: str
     architectures: list[str]  # of its config.json; a model that transformers saved has others
     name: str  # for the model card and the default of --name
 
 
-# By original_rope of the config.
+# By original_rope of the config: whether channels are rotated as in glm-4v-9b.
 PUBLISHED_MODELS = {
     True: PublishedModel(UPSTREAM, ["ChatGLMModel"], "glm-4v-9b"),
     False: PublishedModel(
@@ -181,6 +181,7 @@ def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifes
         ValueError: The build would not pass verify.
     """
     contents = build_contents(source, name)
+    # Weights that are on the Hub only have no path; the Hub copies them when a build is published.
     weights = {n: file for n in source.weights if (file := source.files[n]).path}
     files = {name: File.of(content) for name, content in contents.items()} | weights
     target = BuiltFiles(f"the build of {source.name}", files)
@@ -200,8 +201,8 @@ def build_contents(
 
     Args:
         name: Id of the repository, for the model card.
-        origin_license_name: Name of the license file in the repository of the weights, if it has
-            another name in ``source``.
+        origin_license_name: Name of the license file in the repository of the weights. verify
+            passes it, because a build has this file as MODEL_LICENSE. Default: as in ``source``.
 
     Raises:
         ValueError: A setting cannot be published; the error names its file and key.

@@ -117,6 +117,7 @@ def _policies_cell(row: dict) -> str:
 
 def _live_parameters_cell(row: dict) -> str:
     """Return how many parameters ZeRO-3 keeps gathered; "-" if unknown or without ZeRO-3."""
+    # In "policies", stage3_max_live_parameters is called "gathered".
     settings = row["settings"] | (row.get("policies") or {})
     live = settings.get("gathered", settings.get("stage3_max_live_parameters"))
     return "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"
@@ -149,8 +150,8 @@ def _formatted(key: str, template: str) -> Column:
     return lambda row: "-" if row.get(key) is None else template.format(row[key])
 
 
-# Columns that describe a measurement of training. "added" is for rows of an ablation: what such a
-# row has beside everything that the rows above it have.
+# Columns that describe a measurement of training. A row of an ablation has the settings of the rows
+# above it and one more, which "added" names.
 TRAINING_SETTING_COLUMNS: dict[str, Column] = {
     "added": _formatted("added", "{}"),
     "trained": lambda row: row["workload"],

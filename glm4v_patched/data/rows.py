@@ -31,8 +31,8 @@ from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, 
 
 ROWS_CURE = (
     "correct these rows (image paths are relative to the file's folder or to data.image_folder; if "
-    "images were moved, data.image_root is the beginning of the old paths, which data.image_folder "
-    "replaces; answer and evaluate: --image-folder, --image-root)"
+    "images were moved, set data.image_root to the beginning of the old paths, and "
+    "data.image_folder to what replaces it; answer and evaluate: --image-root, --image-folder)"
 )
 MAX_PROBLEMS_LISTED = 20
 MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have
@@ -189,12 +189,14 @@ class _RowReader:
         within = None if source.is_local else folder
         self.files = ImageFiles(folder, source.allow_urls, within=within, root=source.image_root)
         columns = source.columns or {}
-        # With "turns", these roles name keys of the objects in the column, not columns of the row.
+        # The column of the role "turns" has a list of objects. "question" and "answer" then name
+        # keys of these objects, not columns.
         turn_keys = ("question", "answer") if "turns" in columns else ()
         mapped = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
         self.mapped_or_ignored = {*chain(*mapped), *source.ignore}
         self.descriptions: dict[tuple[str, ...], str] = {}
-        """Messages about unknown columns, built once with the values of the first such row."""
+        """Messages about unknown columns and formats. Rows with the same keys share the message of
+        the first of them."""
 
     @property
     def has_fixed_format(self) -> bool:

@@ -54,14 +54,15 @@ MAX_DICTIONARY_BYTES = 2**22
 MAX_ROW_BYTES = 2**30
 """Limit of a row; one image in it may have half as much (:data:`decoding.MAX_IMAGE_BYTES`)."""
 MAX_ROW_VALUES = 2**24
-"""Limit on the values in a list of one row. A column may have as many values, too, even if the file
-is too small for them by :data:`MAX_VALUES_PER_BYTE`."""
+"""Limit on the values in a list of one row. A column may always have this many values;
+:data:`MAX_VALUES_PER_BYTE` limits columns with more."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
 """Limits on values and on unpacked bytes per byte of a file; only repeated values exceed them."""
 MAX_FOOTER_ITEMS = 10_000
 """Limit on each list in the footer of a Parquet file. pyarrow before 26 builds the schema
 recursively in C, which ends the process at between 10,000 and 20,000 levels (stack of 8 MiB)."""
 MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
+NO_LINE = 0  # read_table sets the line
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 END_OF_ARROW_STREAM = struct.pack("<iI", -1, 0)
 """Written by datasets and pyarrow when they close a file. pyarrow reads a file without it, too."""
@@ -207,7 +208,7 @@ def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
             try:
                 yield _with_image(row, folder, os.path.dirname(file))
             except ValueError as error:
-                yield RowProblem(0, f"{folder.path}/{file}: {error}")
+                yield RowProblem(NO_LINE, f"{folder.path}/{file}: {error}")
 
 
 def _with_image(row: dict, folder: Folder, subfolder: str) -> dict:
@@ -259,9 +260,9 @@ def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
         for line, row in read_text(DataSource(path), kind):
             if isinstance(row, RowProblem):
                 prefix = f"{path}:" if kind in LINE_KINDS else f"{path}, row "
-                row = RowProblem(0, f"{prefix}{line}: {row.text}")
+                row = RowProblem(NO_LINE, f"{prefix}{line}: {row.text}")
             elif not isinstance(row, dict):
-                row = RowProblem(0, f"{path}: row {line} is not an object")
+                row = RowProblem(NO_LINE, f"{path}: row {line} is not an object")
             yield row
 
 
@@ -296,8 +297,9 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
             f"{path} has over {MAX_FOOTER_ITEMS:,} levels, columns or row groups, which is the "
             "limit: write the table again, in larger row groups or fewer columns"
         ) from None
-    largest_group = _check_parquet_size(path, metadata)
-    batch_size = min(max(MAX_BYTES_PER_READ // max(largest_group, 1), 1), MAX_ROWS_PER_READ)
+    group_bytes = _check_parquet_size(path, metadata)
+    # A row has at most as many bytes as the largest row group.
+    batch_size = min(max(MAX_BYTES_PER_READ // max(group_bytes, 1), 1), MAX_ROWS_PER_READ)
     columns = [*map(metadata.schema.column, range(metadata.num_columns))]
     levels = max((column.path.count(".") for column in columns), default=0)
     if levels > MAX_NESTING:
@@ -312,7 +314,7 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
         column.path
         for column in columns
         if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
-        if largest_group <= MAX_DICTIONARY_BYTES
+        if group_bytes <= MAX_DICTIONARY_BYTES
     ]
     with open_file(read_dictionary=in_lists) as file:
         batches = file.iter_batches(batch_size)
@@ -354,7 +356,7 @@ def _rows_of_arrow(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
-        ValueError: The file is compressed, so that its unpacked size is not bounded, or cut.
+        ValueError: The file is cut, or it is compressed, so that its unpacked size is not bounded.
     """
     import pyarrow
 
@@ -408,7 +410,7 @@ def _is_compressed(message: Any) -> bool:
 
 def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
     """Yield batches; raise ``ValueError`` for too many rows for a file of this size, and for
-    offsets outside of a batch, which Arrow does not check."""
+    offsets outside of a batch, which Arrow does not check when it reads."""
     file_bytes, num_rows = os.path.getsize(path), 0
     max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * file_bytes)
     for batch in batches:

@@ -117,9 +117,9 @@ class ImplementationEntry:
         condition: Returns why the implementation cannot be used for a module, or None.
         method: The method of ``replaces`` that it implements.
         backend: "cuda" or "hip"; entries of the other backend are ignored.
-        requires: Supported classes of each submodule that the implementation computes itself or
-            whose output it overwrites. While one of these submodules has a blocker, the module
-            computes as published: it runs the method of ``replaces``.
+        requires: Supported classes of each submodule that the implementation computes itself, or
+            whose output it modifies in place. While one of these submodules has a blocker, the
+            module computes as published: it runs the method of ``replaces``.
         may_fuse: Supported classes of submodules ("" is the module itself). While such a submodule
             has no blocker, the implementation computes what the submodule would compute, or passes
             it fp8 inputs or split-K partial sums.
@@ -145,7 +145,8 @@ def find_blocker(
     Args:
         classes: Supported classes, without their subclasses. A guarded class counts as the
             implementation that it guards.
-        hooks_block: Whether hooks are a blocker; False for a module that will still be called.
+        hooks_block: Whether hooks are a blocker. False if the module will still be called, or if
+            hooks are looked for in every call (as guarded classes do).
     """
     module_class = type(module)
     implementation = IMPLEMENTATION_OF_GUARDED_CLASS.get(module_class)
@@ -181,7 +182,7 @@ def _fp8_storage_problem(located: LocatedModule, usage: ModelUsage) -> str | Non
         return reason
     if usage.purpose == TRAINING and located.module.weight.requires_grad:
         return "its weight is trained"
-    return None if usage.stores_fp8 else "its weight is saved, or hpZ gathers it"
+    return None if usage.stores_fp8 else "only LoRA without hpZ stores frozen weights in fp8"
 
 
 def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelUsage) -> None:
@@ -344,8 +345,9 @@ class Guarded:
 def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
     """Return a subclass of the implementation that looks for blockers in every call.
 
-    The subclass computes as published while a submodule in ``entry.requires`` has a blocker. It has
-    the methods ``can_fuse`` and ``can_overwrite``, which implementations call.
+    The subclass computes as published while a submodule in ``entry.requires`` has a blocker.
+    Implementations call its methods ``can_fuse(name)`` (whether to compute what the submodule
+    would) and ``can_overwrite(name)`` (whether to modify the submodule's output in place).
     """
     if not entry.requires and not entry.may_fuse:
         return entry.implementation
@@ -406,6 +408,7 @@ def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
                     entry.set_up(located.module, located, usage)
     for module in model.modules():
         if isinstance(module, GLMTransformer):
+            # A block also computes the input norm of the next one.
             for block, next_block in pairwise(module.layers):
                 if isinstance(block, InferenceBlock) and isinstance(next_block, InferenceBlock):
                     vars(block)["next_block"] = next_block  # not registered as a submodule
@@ -450,8 +453,8 @@ class Explanation(NamedTuple):
     Attributes:
         module: The module's part and name, such as "tower fc1".
         implementation: None if the module computes as published.
-        reason: Why the module does not use the fastest implementation, or at the moment uses it
-            only in part; None if it uses all of it.
+        reason: Why the module has a slower implementation or none, or why its implementation is
+            bypassed at the moment, in whole or in part. None if neither is so.
     """
 
     module: str

@@ -50,7 +50,8 @@ POLICY_CANDIDATES = (
 # Candidates for stage3_max_live_parameters where not all weights can stay gathered: the first keeps
 # some layers gathered, the second just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-# Number of weights that deepspeed_config() prefetches. At the same time, as many are released.
+# Number of weights that deepspeed_config() prefetches. While they arrive, as many used weights are
+# not yet released.
 PREFETCHED_PARAMETERS = 2e8
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
@@ -97,9 +98,10 @@ def decide_options(
 ) -> EngineOptions:
     """Replace each "auto" by the fastest setting whose estimate fits into free memory.
 
-    The fastest setting recomputes least. Among equals, it stores fp8 weights transposed, and then
-    keeps the most weights gathered. If nothing fits, the chosen setting recomputes everything: the
-    estimate may be wrong, and running out of memory is no worse than a refusal.
+    The fastest setting recomputes least. Of equals, one that also stores a transposed copy of fp8
+    weights is preferred, and next one that keeps more weights gathered. If nothing fits, the chosen
+    setting recomputes everything: the estimate may be wrong, and running out of memory is no worse
+    than a refusal.
 
     Args:
         free: Bytes of each GPU (:func:`min_free_gpu_memory`); 0 without one.
@@ -131,9 +133,8 @@ def decide_options(
     peaks = {candidate: estimate_peak_bytes(config, candidate, batch) for candidate in candidates}
     fitting = [candidate for candidate in candidates if peaks[candidate] <= usable]
     if not fitting:
-        # Recompute everything, and only then prefer the smallest estimate. On a CPU nothing fits,
-        # and a small model's smallest estimate need not be that of a setting that recomputes
-        # everything.
+        # Prefer recomputing everything to the smallest estimate. For small models they can differ,
+        # and on a CPU nothing fits.
         return min(
             reversed(candidates),
             key=lambda candidate: (
@@ -155,8 +156,8 @@ def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterato
     live_candidates: tuple[float, ...] = (1e9,)
     if options.compile:
         # The first candidate keeps all weights gathered that the backward pass needs again. If only
-        # the language model has a backward pass, DeepSpeed counts live weights from its first layer
-        # on; a larger number would keep the frozen tower gathered until the step ends.
+        # the language model has a backward pass, these are its own. With a larger limit, DeepSpeed
+        # would also keep the weights of the frozen tower gathered until the step ends.
         lm_params = float(count_parameters(config)[1])
         needed_again = ALL_WEIGHTS if trains_tower(options.trained) else lm_params
         live_candidates = (needed_again, *PARTIAL_LIVE_PARAMETERS)
@@ -218,13 +219,13 @@ def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
     if not is_lora(options.trained):
         return 0
     tower, language = linear_layer_shapes(config)
-    stacks = [(config.num_layers, language)]
+    layers_and_shapes = [(config.num_layers, language)]
     if options.trained == "lora_all":
-        stacks.append((config.vision.num_hidden_layers, tower))
+        layers_and_shapes.append((config.vision.num_hidden_layers, tower))
     lora = options.lora
     return sum(
         layers * (lora.rank * sum(in_out[name]) + in_out[name][1] * bool(lora.use_dora))
-        for layers, in_out in stacks
+        for layers, in_out in layers_and_shapes
         for name in lora.target_names
         if name in in_out
     )
@@ -266,7 +267,7 @@ def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batc
     gradients = gradient_bytes(config, options, batch)
     if stage == 0:  # trained weights are fp32
         return weights + gradients + (FP32 - element_bytes + moments) * trained
-    if options.offload is True:  # ZeRO-3 leaves gradients on the GPU (deepspeed.zero3)
+    if options.offload is True:  # ZeRO-3 leaves gradients on the GPU (our deepspeed/zero3.py)
         return weights + (gradients if stage == 3 else 0)
     return weights + gradients + (FP32 + moments) * trained / batch.processes
 
@@ -318,6 +319,7 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
     They are the activations of the layers and of the projector, the input of the final norm, and
     the weights that autograd saves.
     """
+    # A stack is all layers of the tower or of the language model, with one policy for each layer.
     layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
     # Elements saved outside the layers: the final norm's input and, below, the projector's.
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
@@ -332,6 +334,7 @@ def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Return the channels per image token that the projector, never checkpointed, saves."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
+    # Under autocast, a norm's output is fp32.
     return 2 * hidden * norm_dtype_factor(options) + 3 * ffn + inputs
 
 

@@ -260,6 +260,7 @@ def make_plan(
         ),
     )
     require_schedule(arguments)
+    # A run that a bad row ends saves a checkpoint then, too.
     checkpoints = max_checkpoints_on_disk(trainer, job.data.ends_at_bad_row, steps)
     plan = Plan(
         arguments=arguments,
@@ -393,7 +394,7 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
 
     Args:
         with_evaluated: Whether to include the rows for evaluation. Include them if evaluations
-            decide which step is saved, or when the run ends.
+            decide which step is saved or at which step the run ends.
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:

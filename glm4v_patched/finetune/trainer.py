@@ -47,9 +47,9 @@ PRIVATE_METHODS = ("_determine_best_metric", "_load_best_model", "_save_checkpoi
 class RecipeTrainer(Trainer):
     """Trainer of a glm-4v or of LoRA adapters on one.
 
-    Models and checkpoints are saved with the model's original config, so that they can be loaded.
-    The model's code is saved beside adapters, so that a process without this package can load the
-    base model.
+    Before a model or checkpoint is saved, the config gets its original values again: the Trainer
+    and this class change ``eos_token_id`` and ``skip_logits``. The model's code is saved beside
+    adapters, so that a process without this package can load the base model.
 
     Args:
         model: A glm-4v, or peft's model around one.
@@ -89,8 +89,8 @@ class RecipeTrainer(Trainer):
         if self.has_adapters:
             # By default, peft asks the Hub for the base's config, to detect resized embeddings.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
-        # The Trainer replaces these three end tokens by the only one of the tokenizer; save_model
-        # restores them.
+        # The model has three end tokens. The Trainer replaces them by the tokenizer's single one,
+        # and save_model restores them.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
@@ -186,8 +186,8 @@ class RecipeTrainer(Trainer):
             exact_match = 0.0  # a model with a loss of NaN generates no answers
             if math.isfinite(loss):
                 with self.compute_loss_context_manager():
-                    draws_sheet = self.is_world_process_zero()
-                    exact_match = self.eval_generations.answer(self.model, draws_sheet)
+                    draws_contact_sheet = self.is_world_process_zero()
+                    exact_match = self.eval_generations.answer(self.model, draws_contact_sheet)
             # GPUs may generate different tokens, and all processes must decide by the same result.
             shared = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():
@@ -204,9 +204,9 @@ class RecipeTrainer(Trainer):
 
     def _save_start(self, metrics: dict[str, float]) -> None:
         """Save the initial weights as a checkpoint, because they may remain the best."""
-        saves_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
-        self.control.should_save = saves_best
-        if self._determine_best_metric(metrics, None) and saves_best:
+        keeps_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
+        self.control.should_save = keeps_best
+        if self._determine_best_metric(metrics, None) and keeps_best:
             self._save_checkpoint(self.model_wrapped, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
@@ -223,7 +223,8 @@ class RecipeTrainer(Trainer):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             max_images = rows.max_images * batch_size
             workers = workers_that_fit(workers, local_world_size, max_images)
-        batches, are_own = shard_batches(len(rows), batch_size)
+        # A process with fewer batches than others computes filler batches, which do not count.
+        batches, are_counted = shard_batches(len(rows), batch_size)
         loader = self._loader(
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
@@ -233,10 +234,10 @@ class RecipeTrainer(Trainer):
             in_eval_mode(self.model_wrapped),
             show_progress("evaluating", is_printed, num_batches, "batch") as progress,
         ):
-            for batch, is_own in zip(loader, are_own, strict=True):
+            for batch, is_counted in zip(loader, are_counted, strict=True):
                 num_tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
                 loss_sum = self._sum_of_losses(dict(batch)).to(totals)
-                totals += is_own * torch.stack([loss_sum, num_tokens])
+                totals += is_counted * torch.stack([loss_sum, num_tokens])
                 progress.update()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
@@ -262,8 +263,9 @@ class RecipeTrainer(Trainer):
         Only a step whose weights are saved, in a checkpoint or at the end, can be the best.
         """
         state, stops = self.state, self.control.should_training_stop
-        has_bad_row = self.bad_rows.has_ended_run
-        is_over = state.global_step >= state.max_steps or (stops and not has_bad_row)
+        # A run that a bad row ends saves a checkpoint, from which it can be resumed.
+        ends_by_bad_row = self.bad_rows.has_ended_run
+        is_over = state.global_step >= state.max_steps or (stops and not ends_by_bad_row)
         if is_over:
             self.control.should_save = False
         saves_best = self.args.save_strategy == "best"
@@ -272,7 +274,7 @@ class RecipeTrainer(Trainer):
         if self.args.load_best_model_at_end and not is_saved:
             return False
         if not math.isfinite(metrics["eval_loss"]):  # never the best step
-            return has_bad_row and not is_over
+            return ends_by_bad_row and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
             # With save_strategy: best, transformers 4.57 does not record best_global_step. No
@@ -281,7 +283,7 @@ class RecipeTrainer(Trainer):
             state.best_global_step = step
             if not is_over:
                 state.best_model_checkpoint = str(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
-        return (is_best and is_finite or has_bad_row) and not is_over
+        return (is_best and is_finite or ends_by_bad_row) and not is_over
 
     def _load_best_model(self) -> None:
         # The last step has no checkpoint. If it is the best step, the model has its weights.
@@ -290,7 +292,8 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
-            # The logged loss becomes NaN if one of its losses was NaN, which record replaced by 0.
+            # The logged mean becomes NaN if the loss of a step was NaN, in place of which
+            # self.divergence recorded 0.
             logs["loss"] += self.divergence.pop_nonfinite_loss()
         super().log(logs, *rest)
 

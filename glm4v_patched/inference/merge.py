@@ -20,7 +20,7 @@ from ..atomic import (
 )
 from ..models.base import ADAPTER_CONFIG, PEFT_SETTING_TYPES, ModelSource, folders_of
 from ..models.find import find_source
-from ..models.weight_files import WEIGHTS_INDEX, shards_of, without_foreign_entries
+from ..models.weight_files import WEIGHTS_INDEX, keep_transformers_entries, shards_of
 from ..patch.config_json import read_json_object
 from ..paths import require_apart
 from ..terminal_text import listed, show_progress
@@ -173,7 +173,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     load_processor(base).save_pretrained(out)
     copy_license_and_generation(folder, out)
     if (folder / WEIGHTS_INDEX).is_file():
-        index = without_foreign_entries(read_json_object(folder / WEIGHTS_INDEX))
+        index = keep_transformers_entries(read_json_object(folder / WEIGHTS_INDEX))
         write_atomically(out / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
     missing = {*layers}

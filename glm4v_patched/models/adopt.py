@@ -55,7 +55,7 @@ from ..terminal_text import (
     show_progress,
 )
 from .base import ADAPTER_CONFIG, ModelSource
-from .check_weights import NO_WEIGHTS_PROBLEM, require_complete_weights, require_readable
+from .check_weights import NO_WEIGHTS_PROBLEM, require_complete_weights, require_loadable_settings
 from .find import print_cogagent_assumptions, require_known_quantizer
 from .limits import BPE_RANKS_FILE, PROCESSOR_JSON_FILES
 from .loading import load_processor
@@ -63,10 +63,10 @@ from .weight_files import (
     SINGLE_FILE,
     WEIGHTS_INDEX,
     TensorInfo,
+    keep_transformers_entries,
     read_header,
     require_agreement,
     shards_of,
-    without_foreign_entries,
 )
 
 REMOTE_FOLDER = Path(__file__).parents[1] / "remote"
@@ -164,7 +164,7 @@ def make_model_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, 
     files[GENERATION_CONFIG] = _generation_config(name, source_files, config)
     if WEIGHTS_INDEX in source_files:
         index = _read_json(name, source_files, WEIGHTS_INDEX)
-        standard = without_foreign_entries(index)
+        standard = keep_transformers_entries(index)
         files[WEIGHTS_INDEX] = (
             source_files[WEIGHTS_INDEX] if standard == index else to_json_bytes(standard)
         )
@@ -275,6 +275,7 @@ def _processor_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, 
             file: Path(saved, file).read_bytes()
             for file in ("tokenizer.json", TEMPLATE, IMAGE_CONFIG)
         }
+    # transformers saves options of from_pretrained, too; they are left out without a warning.
     left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
     tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{name}: {TOKENIZER_CONFIG}")
@@ -422,7 +423,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
         for name, content in model.contents.items():
             (partial / name).write_bytes(content)
         try:
-            require_readable(str(partial))
+            require_loadable_settings(str(partial))
         except ValueError as error:
             raise ValueError(str(error).replace(str(partial), str(folder))) from None
         copies = link_or_copy(model.weights.paths, partial)
@@ -437,9 +438,9 @@ def _check_model(folder: Path) -> CheckedModel:
         )
     if (folder / ADAPTER_CONFIG).exists():
         raise ValueError(
-            f"{folder} has adapters ({ADAPTER_CONFIG}), which get no code of their own; merge them "
-            f"into their base model: {own_command('merge', str(folder), '--out', 'OUT')}; or, if "
-            "they are already in the weights beside them, move their files away"
+            f"{folder} has adapters ({ADAPTER_CONFIG}), and adopt takes only complete models. "
+            f"Merge them into their base model: {own_command('merge', str(folder), '--out', 'OUT')}. If "
+            "the weights in this folder already contain them, move the adapters' files away"
         )
     try:
         source_files = read_source_files(folder)

@@ -88,7 +88,7 @@ def require_complete_model(
     # This import needs torch. It is here so that other mistakes are reported before it.
     from ..remote.configuration_chatglm import ChatGLMConfig
 
-    require_readable(model, revision)
+    require_loadable_settings(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
     return require_complete_weights(
         model, config, _read_tensors(model, revision), from_scratch, trained
@@ -164,7 +164,7 @@ def require_complete_weights(
     return len(expected) - len(allowed)
 
 
-def require_readable(model: str, revision: str | None = None) -> None:
+def require_loadable_settings(model: str, revision: str | None = None) -> None:
     """Check that transformers accepts the settings of a model, before any weight is loaded.
 
     Raises:

@@ -36,13 +36,14 @@ class ExpandedBatch(NamedTuple):
         image_mask: ``(B, R)`` bool, true from begin to end of an image, both included.
         attention_mask: ``(B, P + R)``, or the 4D mask that was passed; ``None`` if not needed.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and at the first token of a
-            sequence or packed sample. ``(B, R + 1)`` if ``InputBatch.last_shift_label`` was passed.
+            sequence or packed sample. ``(B, R + 1)`` if ``InputBatch.last_shift_label``, the label
+            that the last token predicts, was passed.
         packed_position_ids: ``(B, R)``, for packed sequences only: the index of each token in its
             sample (inner tokens of an image are counted one by one).
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
-        text_start: First column of the text at the end of all sequences, in which position ids
-            increase by 1. It is 0 only if this text also continues the cache's position ids.
+        text_start: First column from which every sequence of the batch is only text whose position
+            ids increase by 1. It is 0 only if the first position id also continues the cache.
     """
 
     input_ids: Tensor
@@ -64,7 +65,7 @@ class _ImageSpans(NamedTuple):
     is_end_id: Tensor  # all end ids of the prompt, also those without a begin
     is_image_begin: Tensor  # begin ids that have an end
     is_inner: Tensor  # ids between begin and end
-    is_image_end: Tensor  # end ids that follow an inner id (without inner ids: see check_images)
+    is_image_end: Tensor  # end ids that follow an inner id; check_images refuses images without one
     is_placeholder: Tensor  # the only id between begin and end
     inner_length: Tensor  # int64, for each begin id: the number of ids before the next marker
 
@@ -99,7 +100,8 @@ def expand_image_placeholders(
 
     Args:
         num_images: Number of images that come with the batch. If ``input_ids`` repeats the cached
-            part (``num_cached_in_ids > 0``), either all images or only those after that part.
+            part (``num_cached_in_ids``, its number of expanded tokens, is then above 0), either all
+            images or only those after that part.
         prompt_length: Number of columns that are prompt. All later columns are generated, and begin
             and end ids among them are ordinary tokens. Default: all columns are prompt.
         num_items_in_batch: The divisor of the summed loss, if known.
@@ -121,7 +123,8 @@ def expand_image_placeholders(
     is_packed = batch.position_ids is not None and not batch.past_length
     is_packed = is_packed and (attention_mask is None or stats["num_restarts"] > 0)
     if is_packed:
-        # Position ids separate the samples of a packed sequence; a mask of ones would join them.
+        # Position ids separate the samples of a packed sequence; a mask would join them. It has
+        # only ones, because check_batch_values refuses packed batches with padding.
         attention_mask = None
         analysis = analysis._replace(padding_mask=None, current_mask=None)
     if labels is not None:
@@ -219,13 +222,15 @@ def _find_image_spans(
     is_end_id = (input_ids == prompt_format.end_id) & is_prompt
     is_marker = is_begin_id | is_end_id
     # ``markers`` has for each sequence: -1, the columns of all markers (begin and end ids) in
-    # order, then ``length``. (Other columns are written to the last entry, which is not read.)
+    # order, then ``length``. Columns of other ids are written to the last entry, which is read only
+    # if all ids are markers, and nothing was written to it.
     num_markers = is_marker.cumsum(dim=1)
     markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
     # For each column: the last marker up to it (-1: none) and the next marker after it (``length``:
-    # none). Clamping turns "none" into a column that is no marker, or into the column itself.
+    # none). Without a last marker, clamping gives column 0, which is then no marker. Without a next
+    # one, it gives the last column, which is then no marker, or is this column itself.
     last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
     follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
     precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
@@ -273,8 +278,8 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
 def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     """Give all inner tokens of an expanded image one position id, unless they share one already."""
-    # From each position id, subtract how often position ids increased from one inner token to the
-    # next, up to this token and within the same packed sample.
+    # Inner tokens with position ids of their own raise all later position ids of their sample.
+    # ``excess`` counts these increases; those of earlier packed samples do not matter.
     is_after_inner = spans.is_inner & _shift_right(spans.is_inner)
     increases = torch.diff(position_ids, prepend=position_ids[:, :1], dim=1) == 1
     excess = (is_after_inner & increases).long().cumsum(dim=1)
@@ -340,8 +345,9 @@ def _analyze_batch(
         if position_ids is not None:
             stats |= _restart_stats(initial_position_ids, current_mask)
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded. If a batch has fewer columns than its expanded images have tokens, the
-    # graph breaks here, and the batch is expanded outside of it.
+    # prompts are expanded. If a batch has fewer ids than its expanded images would have tokens, its
+    # prompts are unexpanded: the statistics are copied to the host, which breaks the graph, and the
+    # batch is expanded outside of it.
     may_expand = is_exporting() and num_images > 0
     num_tokens_of_images = num_images * (prompt_format.num_image_tokens + 2)
     if torch.compiler.is_compiling() and (may_expand or num_tokens_of_images <= input_ids.numel()):

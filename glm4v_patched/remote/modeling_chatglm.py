@@ -528,8 +528,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 Under ZeRO-3, pass features in every process (without images, ``N = 0``) or in none.
             shift_labels: ``(B, L)``, in place of ``labels``: for each token the label of the next
                 token, as context parallelism passes them.
-            num_items_in_batch: The divisor of the summed loss. It is refused if it may count labels
-                inside images, because the loss ignores these labels.
+            num_items_in_batch: The number of labels by which the caller divides the summed loss. It
+                is only checked here: an error if it may count labels inside images, which the loss
+                ignores.
             attention_kwargs: Keywords of packed attention (see :mod:`keywords`). Keywords about
                 logits, such as ``logits_to_keep``, are ignored.
 
@@ -575,7 +576,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             ids, attention_mask, position_ids, labels, last_shift_label, past_length, next_position
         )
         if inputs_embeds is not None:
-            prompt_length = None  # peft's virtual tokens come before the columns that it counts
+            prompt_length = None  # it does not count peft's virtual tokens at the beginning
         batch = expand_image_placeholders(
             inputs, self.prompt_format, num_images, prompt_length, num_items_in_batch
         )
@@ -589,12 +590,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         mask = causal_mask(self.config, embeds_BRD, batch, cache, past_length)
         if batch.packed_position_ids is not None:
+            # Attention finds the borders of packed samples in these ids.
             attention_kwargs = {"position_ids": batch.packed_position_ids, **attention_kwargs}
         hidden_BRD, hidden_states = self._run_layers(
             embeds_BRD, batch.position_ids, mask, cache, past_length, options, attention_kwargs
         )
         if cache is not None:
-            record_pass(cache, batch, past_length)
+            record_pass(cache, batch, past_length)  # later passes need its positions and padding
         return options.make_output(
             hidden_BRD,
             hidden_states,
@@ -911,7 +913,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
-            # In a compiled graph, assert_in_graph checks the number of begin-of-image ids.
+            # In a compiled graph, image_checks.assert_in_graph checks the number of begin ids.
             if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
                     f"{num_images} images were given with inputs_embeds, in which 0 columns have "
@@ -1060,6 +1062,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
+        # An unexpanded prompt has no columns for the labels of an image's tokens.
         forbidden_ids = self._image_token_ids() if labels_are_selected else ()
         selection.check_fits_expansion(inputs, length, forbidden_ids)
         if output.labels is None and num_items_in_batch is not None:
@@ -1093,8 +1096,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 torch.zeros((), dtype=torch.bool),
                 "call model.compile() before training (inside peft: get_base_model().compile()), "
                 "instead of torch_compile. With label_smoothing_factor, the Trainer does not shift "
-                "the labels of a model that torch.compile has wrapped. compute_loss_func is "
-                "refused, too, because the model cannot distinguish the two",
+                "the labels of a model that torch.compile has wrapped. With compute_loss_func this "
+                "may be right, but the model cannot tell which of the two options is set",
             )
         if inputs is not None and inputs.shape[1] != length:
             raise ValueError(
@@ -1131,7 +1134,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
         if labels_are_selected:
             logits = output_layer(selection.select(hidden_BRD))
-            # next_token_loss shifts labels back.
+            # next_token_loss shifts labels, so undo the shift by which they were selected.
             unshifted_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
             return next_token_loss(logits, unshifted_labels, num_items_in_batch), logits
         logits = output_layer(hidden_BRD)
@@ -1190,8 +1193,8 @@ def _unshift_labels(
 def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
     """Pad the last dimension of attention weights with 0 to the capacity of a static cache."""
     length = static_cache_len(cache) or 0
-    # Return a tensor that needs no padding itself: a copy by F.pad would not be part of the loss's
-    # graph, so it would get no gradient.
+    # A tensor that needs no padding is returned as it is: a copy by F.pad would not be part of the
+    # loss's graph, so it would get no gradient.
     return tuple(
         F.pad(w, (0, length - w.shape[-1])) if length > w.shape[-1] else w for w in weights
     )

@@ -84,7 +84,8 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        # Call transformers' method on a class that refuses audio tokenizers.
+        # transformers' method finds the class of an audio tokenizer with a class method of cls.
+        # Call it on a subclass in which this class method refuses.
         parent: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return parent.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
@@ -401,7 +402,7 @@ def _merge_options(
             f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
             "['do_convert_rgb']; the size of images cannot be passed: the image processor has it"
         )
-    # add_special_tokens may be given twice, because transformers' apply_chat_template also sets it.
+    # add_special_tokens may be given twice with different values: apply_chat_template sets it, too.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
         if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(

@@ -12,7 +12,7 @@ from jinja2.exceptions import TemplateError
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.models import limited_process
 from glm4v_patched.models.base import ModelSource
-from glm4v_patched.models.check_weights import require_readable
+from glm4v_patched.models.check_weights import require_loadable_settings
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limited_process import LIMITED_PROCESS, LimitExceeded
 from glm4v_patched.models.limits import (
@@ -133,7 +133,7 @@ def test_json_is_read_within_limits(tmp_path, text, message):
 def test_all_json_that_transformers_reads_is_read_within_limits_first(model, name):
     (model / name).write_text(JSON["lists"][0])
     with pytest.raises(ValueError, match=f"{name} nests more than {MAX_JSON_DEPTH}"):
-        require_readable(str(model))
+        require_loadable_settings(str(model))
         load_processor(ModelSource(str(model)))
 
 
@@ -142,7 +142,7 @@ def test_files_that_are_far_too_large_are_not_read(model, name):
     with (model / name).open("r+b") as file:
         file.truncate(2**33)  # no byte of it is written, nor read
     with pytest.raises(ValueError, match=f"{name} has 8,589,934,592 bytes; expected at most"):
-        require_readable(str(model))
+        require_loadable_settings(str(model))
         load_processor(ModelSource(str(model)))
 
 

@@ -28,7 +28,9 @@ BLOCK_KEYS, BLOCK_HEADS, MAX_KEY_SPLITS = 64, 16, 64
 LOG2_E = 1.4426950408889634
 
 # Shapes: B sequences, R positions, H query heads, G key-value heads, C channels of a head.
-# Kernels do not read out_scales without fp8. use_pdl: programmatic dependent launch (pdl.py).
+# scale and bias belong to the linear layer whose split-K partial sums a kernel adds; the scale is
+# that of its fp8 weight. sin is signed: negative for the first channel of a rotated pair. Without
+# fp8, out_scales is any tensor, which is not used. use_pdl: programmatic dependent launch (pdl.py).
 
 
 @triton.jit
@@ -243,8 +245,8 @@ def triton_attend_to_split(
     The kernel writes the online softmax's state: maximum, sum and unnormalized output of each head.
     The softmax is computed with powers of 2, so ``scale`` includes log2(e).
     """
-    # Reading the length before the PDL wait is safe, because the previous decode step wrote it. It
-    # does not count the new key, which the kernel before this one writes, so add 1.
+    # The previous decode step wrote the length, so it can be read before the PDL wait. The kernel
+    # just before this one writes the new key. The length does not count that key yet, so add 1.
     num_keys = tl.minimum(tl.load(cache_length) + 1, max_cache_len)
     pdl_wait_and_launch(use_pdl)
     row, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), tl.program_id(0) % kv_heads
@@ -411,7 +413,7 @@ def flash_decode(
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + norm(y)``, and the same sum in fp8 (unchanged if ``quantizes`` is false).
+    """Return ``x + norm(y)`` twice; if ``quantizes``, the second one is in fp8.
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16.
     """

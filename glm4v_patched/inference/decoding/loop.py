@@ -124,7 +124,7 @@ def decode_without_sync(
         tracker.read_flags(max_lag)
         if length == max_length or tracker.num_tokens is not None:
             break
-        # The model's _expand_inputs_for_generation has added this; it knows positions and lengths.
+        # It has the prompt's positions and lengths; _expand_inputs_for_generation has added it.
         prompt = model_kwargs["expanded_prompt"]
         # With a static cache, the inputs are advanced in place; otherwise this returns False.
         if inputs is None or not model.advance_decode_inputs(
@@ -230,7 +230,7 @@ class _CachedSuppressTokens(LogitsProcessor):
 
     is_suppressed: Tensor | None
 
-    # Not Tensor: transformers annotates these arguments as tensors on the CPU.
+    # transformers declares torch.LongTensor and torch.FloatTensor, which Tensor does not match.
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self.is_suppressed is None:
             self.is_suppressed = self.processor(input_ids, torch.zeros_like(scores[:1])).isinf()

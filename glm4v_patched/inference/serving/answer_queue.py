@@ -152,8 +152,8 @@ class AnswerQueue:
                     400,
                     f"the messages take {length:,} of the model's {limit:,} positions (3 per "
                     "image), which leaves none for an answer: send fewer or shorter messages",
-                    request.prompt_key,
-                    "context_length_exceeded",
+                    param=request.prompt_key,
+                    code="context_length_exceeded",
                 )
         except Exception as error:
             queued.on_event(as_api_error(error))
@@ -264,7 +264,8 @@ class AnswerSequence(AnswerStreamer):
         self.num_tokens += 1
         self.put(torch.tensor([token]))
         if token in self.end_ids or self.is_stopped or self.num_tokens >= self.max_tokens:
-            self.end()  # sends the withheld text, unless it has a stop text: is_stopped is then set
+            # Sends the withheld text, up to a stop text. A stop text in it sets is_stopped.
+            self.end()
             is_complete = token in self.end_ids or self.is_stopped
             self.reason = "stop" if is_complete else "length"
             self.queued.on_event(AnswerEnd(self.reason, self.num_tokens, self.num_prompt_tokens))
