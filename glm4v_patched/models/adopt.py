@@ -439,9 +439,9 @@ def _check_model(folder: Path) -> CheckedModel:
     if (folder / ADAPTER_CONFIG).exists():
         command = own_command("merge", str(folder), "--out", "OUT")
         raise ValueError(
-            f"{folder} has adapters ({ADAPTER_CONFIG}), and adopt takes only complete models. Merge "
-            f"them into their base model: {command}. If the weights in this folder already contain "
-            "them, move the adapters' files away"
+            f"{folder} has adapters ({ADAPTER_CONFIG}), and adopt takes only complete models. "
+            f"Merge them into their base model: {command}. If the weights in this folder already "
+            "contain them, move the adapters' files away"
         )
     try:
         source_files = read_source_files(folder)
