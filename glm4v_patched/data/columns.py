@@ -2,8 +2,9 @@
 
 A value is the name of a column (``answer``), a path into a column (``json.answer``,
 ``captions.0``), or a template: text with columns in braces (``"Question: {question}"``,
-``"{image_id:012}.jpg"``). A template without braces must contain a character that names of columns
-lack, such as a blank. A list names several images, or the lines of a question; a row may lack some.
+``"{image_id:012}.jpg"``). Text without braces is a template only if it cannot be the name of a
+column, for example because it contains a blank. A list names several images, or the lines of a
+question; a row may lack some.
 """
 
 import math
@@ -54,7 +55,7 @@ def find_columns_problem(columns: Any) -> str | None:
     if not {"question", "image", "turns"} & columns.keys():
         return f"has none of question, image and turns; {example}"
     if "history" in columns and "turns" in columns:
-        return "has both history and turns, which mean the same: keep one of them"
+        return "has both history and turns, and turns has the complete conversation: keep one"
     return None
 
 
@@ -139,7 +140,7 @@ def require_column(row: dict, name: str) -> Any:
     value = column_value(row, name)
     if value is None:
         has = listed([*map(quoted, row)], MAX_KEYS_LISTED)
-        cure = "end text that is not the name of a column with . or ?"
+        cure = "if this is text and not the name of a column, end it with . or ?"
         if name in row:
             raise ValueError(f"the column {quoted(name)} is empty; write its text or drop the row")
         raise ValueError(f"the column {quoted(name)} is missing; the row has {has}; {cure}")

@@ -42,7 +42,8 @@ def add_commands(commands) -> None:
 
     export_help = "write the model for other programs: in 8 or 4 bits, or as GGUF"
     export = commands.add_parser("export", help=export_help)
-    export.set_defaults(run=_run_export, format="auto")  # of the rows, as --format of answer
+    # "format" is that of the rows; export's own --format is stored as export_format.
+    export.set_defaults(run=_run_export, format="auto")
     _add_model(export, ["revision", "device"])
     format_help = (
         "store the layers' weights as 8-bit floating point, 8-bit integers or 4-bit integers, or "
@@ -105,7 +106,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ServerLimits)
     body_help = "megabytes that a request may have (default: 32)"
     add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body_help)
-    pixels = "megapixels that an image may have; all images of a request, 4 times (default: 50)"
+    pixels = "megapixels of one image, at most (default: 50); all of a request may have 4 times it"
     add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels)
 
 
@@ -123,7 +124,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_fields(parser: argparse.ArgumentParser):
     """Add the fields of a recipe's ``data`` as options; return a function that adds another."""
-    add = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
+    add = parser.add_argument_group("data, like the fields of data in a recipe").add_argument
     columns_help = "columns by their meaning: {question: a, answer: b, image: c} (docs/data.md)"
     add("--columns", metavar="YAML", help=columns_help)
     add(

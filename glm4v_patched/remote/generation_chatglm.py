@@ -1,7 +1,8 @@
 """The model's side of transformers' ``generate``.
 
-``generate`` counts the tokens of the unexpanded prompt, but the cache counts expanded tokens. So
-this module expands the prompt before the prefill, the pass that fills the cache. Decode steps need
+In an unexpanded prompt an image has three ids, which the model expands to all tokens of the image.
+``generate`` counts the tokens before this expansion, but the cache counts expanded tokens. So this
+module expands the prompt before the prefill, the pass that fills the cache. Decode steps need
 no device sync, because their inputs depend only on the :class:`ExpandedPrompt` and the number of
 generated tokens.
 """
@@ -75,7 +76,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Load a ``custom_generate`` as transformers does, but only with ``trust_remote_code``."""
         source = pretrained_model_name_or_path
         if not trust_remote_code:  # transformers 4.57 would run the code without asking
-            raise OSError(  # from_pretrained takes an OSError for a folder without such code
+            raise OSError(  # after an OSError, from_pretrained goes on as without such code
                 f"custom_generate of {source} is code: pass trust_remote_code=True to run it"
             )
         return super().load_custom_generate(source, trust_remote_code=True, **kwargs)
@@ -98,8 +99,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         For a prefill, this method expands image placeholders and slices off the cached part. If
         the cache already contains ``expanded_prompt``, it prepares a decode step, without a device
-        sync. With a
-        static cache, all decode steps have the same shapes.
+        sync. With a static cache, all decode steps have the same shapes.
 
         Args:
             prompt_length: Number of columns of ``input_ids`` that are (unexpanded) prompt.
@@ -145,10 +145,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
-        # Before the first token is generated, input_ids has no columns, or the ids that the caller
-        # passed beside the embeddings.
+        # Until the first token is generated, input_ids is empty or has the ids that the caller
+        # passed beside the embeddings. In both cases the embeddings are the input.
         if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
-            # As everywhere in transformers, inputs_embeds includes the cached part.
+            # The caller's inputs_embeds includes the cached part; some releases cut it off.
             num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
             if num_new < 1:
                 raise ValueError(
@@ -158,8 +158,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
             inputs["input_ids"] = batch.input_ids[:, -num_new:]
-        # position_ids from generate count every cached image token, so the cache's metadata, if
-        # there is any, takes precedence.
+        # generate gives every cached image token a position id of its own, unlike this model. If
+        # the cache's metadata has the right next position, forward computes the ids from it.
         if batch.position_ids is not None and find_metadata(cache, past_length) is None:
             inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
@@ -176,7 +176,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 batch = batch._replace(position_ids=expanded_prompt.position_ids)
             expanded = self._expand_batch(batch, images, past_length, prompt_length)
         length = expanded.input_ids.shape[1]
-        # peft's virtual tokens have cache entries but no ids, so the cache may be longer.
+        # peft's virtual tokens have cache entries but no ids, so the cache may be longer than them.
         first = min(past_length, length - 1)
         inputs = {
             "input_ids": expanded.input_ids[:, first:],
@@ -240,7 +240,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Return the cache length with the generated tokens.
 
         Raises:
-            ValueError: The length exceeds the cache's capacity, or a position id ``seq_length``.
+            ValueError: The length exceeds the cache's capacity, or a position id reaches the limit
+                ``seq_length``.
         """
         length = prompt.length + num_generated
         check_position(prompt.batch.last_position + num_generated, self.config.seq_length)
@@ -286,9 +287,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
             generation_config, *arguments, **options
         )
         # Suppress image ids: a training on generated text would find no images for them. An empty
-        # suppress_tokens allows them. This processor comes before top-k and the like. It is not
-        # merged with the one for suppress_tokens, because a caller's processor of the same class
-        # replaces that one.
+        # suppress_tokens allows them. This processor comes before top-k and the like. The ids are
+        # not added to suppress_tokens, because a caller's SuppressTokensLogitsProcessor would
+        # replace the processor for these.
         suppressed = generation_config.suppress_tokens
         if suppressed is None or len(suppressed):
             # generate passes the device of its ids. self.device may be "meta" (offloaded weights).
@@ -322,7 +323,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
-            if sum(counts) == len(images):  # else all images are cached, and none is read
+            if sum(counts) == len(images):  # otherwise all images are cached and not read again
                 per_sequence = images.split(counts)
                 images = torch.cat([group.repeat(expand_size, 1, 1, 1) for group in per_sequence])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]

@@ -89,7 +89,7 @@ BROKEN = {
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
         (b"a" * (MAX_RECIPE_BYTES + 1), ": has over 65,536 bytes"),
         # Each problem is one line, whatever text is in it.
-        (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key; expected tower under"),
+        (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key with a dot; expected the"),
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
     ],
     "r.json": [

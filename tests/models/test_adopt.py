@@ -324,9 +324,12 @@ REFUSED = {
             [*map(lambda path: path.unlink(), folder.glob("model*"))]
             + [(folder / "adapter_config.json").write_text("{}")]
         ),
-        r"has adapters .*merge them.*merge .*model --out OUT",
+        r"has adapters .*Merge them.*merge .*model --out OUT",
     ),
-    "adapters beside a model": (written("adapter_config.json", "{}"), "move their files away"),
+    "adapters beside a model": (
+        written("adapter_config.json", "{}"),
+        "move the adapters' files away",
+    ),
     "a text model": (
         lambda folder: edit(folder / "config.json", lambda config: config.pop("vision_config")),
         "vision_config is None, expected an object .*text models of GLM-4 have none",

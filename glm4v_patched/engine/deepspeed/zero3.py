@@ -178,9 +178,9 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
     """Return whether :func:`gather_in_place` can gather these parameters together.
 
     They must be sharded over one process group of several processes, and each shard must have its
-    parameter's device and dtype. Beside fp8, there may be one dtype. DeepSpeed itself gathers all
-    others: offloaded or quantized weights, secondary shards (hpZ), shards on some of the processes
-    (MiCS, ``comm``), and gathers in another dtype (autocast, ``comm_dtype``).
+    parameter's device and dtype. Apart from fp8, there may be one dtype. DeepSpeed itself gathers
+    all others: offloaded or quantized weights, secondary shards (hpZ), shards on some of the
+    processes (MiCS, ``comm``), and gathers in another dtype (autocast, ``comm_dtype``).
     """
     if not parameters:
         return False

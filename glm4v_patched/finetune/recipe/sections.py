@@ -74,7 +74,7 @@ def _join_parts(value: Any) -> Any:
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # A resumed run may have other paths in model and data.train: it compares their contents.
+    # A resumed run may have other paths in model and data.train, because contents are compared.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
@@ -147,8 +147,8 @@ class Recipe(Section):
         return checked.recipe
 
 
-# Fields of the engine that may differ when a run is resumed. Under ZeRO-3 a change to or from
-# selective activation checkpointing changes the rounding.
+# Fields of the engine that may differ when a run is resumed. Under ZeRO-3, a change of the policy
+# of activation checkpointing (tower, language) to or from "selective" changes the rounding.
 ENGINE_MAY_CHANGE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
@@ -337,7 +337,7 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     names = [name for name, _ in fields()]
     if path[0] in names:
         section, _, field = path[0].partition(".")
-        return f"{name} is one key; expected {field} under {section}"
+        return f"{name} is one key with a dot; expected the key {field} under {section}:"
     section = path[0] if len(path) > 1 else ""
     siblings = SECTIONS.get(section, Recipe.model_fields)
     full_names = {known.rpartition(".")[2]: known for known in names}
