@@ -139,7 +139,7 @@ def conversations() -> list[list[dict]]:
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=40))
-def test_every_conversation_is_in_one_row_and_no_row_is_too_long(lengths):
+def test_every_conversation_is_in_one_row_and_no_two_rows_fit_into_one(lengths):
     rows = pack_best_fit(lengths, 100)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     totals = [sum(lengths[number] for number in row) for row in rows]

@@ -119,7 +119,7 @@ def files(tmp_path, cache) -> ImageFiles:
     return ImageFiles(str(tmp_path), allow_urls=True)
 
 
-def test_bytes_are_written_once_under_their_digest(files, cache):
+def test_bytes_are_written_once_and_again_if_their_file_was_cut(files, cache):
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     (path,) = {files.path_of(way) for way in (png(), {"bytes": png(), "path": "x.png"}, url)}
     before = Path(path).stat().st_mtime_ns

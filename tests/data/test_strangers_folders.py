@@ -818,7 +818,8 @@ def test_arrow_that_is_cut_between_batches_is_refused(tmp_path, kind):
 
 @pytest.mark.parametrize("card", [None, "data/train-*"])
 @pytest.mark.parametrize("hashes", [("", ""), ("-1a2b", "-3c4d")])  # older names have hashes
-def test_a_folder_with_a_missing_shard_is_refused(tmp_path, card, hashes):
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_folder_with_a_missing_shard_is_refused(tmp_path, card, hashes, missing):
     (tmp_path / "data").mkdir()
     for number, ending in enumerate(hashes):
         name = f"train-{number:05}-of-00002{ending}.jsonl"
@@ -827,6 +828,19 @@ def test_a_folder_with_a_missing_shard_is_refused(tmp_path, card, hashes):
     if card:
         readme(tmp_path, of_config(data_files=card))
     assert len(read(tmp_path)) == 2
-    (tmp_path / f"data/train-00000-of-00002{hashes[0]}.jsonl").unlink()
-    with pytest.raises(ValueError, match="1 of 2 files of data/train: .*-00000-of-00002.jsonl is"):
+    name = f"train-{missing:05}-of-00002"
+    (tmp_path / f"data/{name}{hashes[missing]}.jsonl").unlink()
+    with pytest.raises(ValueError, match=f"1 of 2 files of data/train: data/{name}.jsonl is"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_a_card_names_the_classes_of_a_column_in_the_order_of_their_numbers(tmp_path, form):
+    names = {str(number): f"class {number}" for number in range(11)}
+    label = {"class_label": {"names": names if form is dict else [*names.values()]}}
+    info = {"dataset_info": {"features": [{"name": "kind", "dtype": label}]}}
+    readme(tmp_path, yaml.safe_dump(info, sort_keys=False))
+    pq.write_table(pa.table({"ask": ["a?", "b?"], "kind": [2, 10]}), tmp_path / "a.parquet")
+    source = DataSource(str(tmp_path), columns={"question": "ask", "answer": "kind"})
+    answers = [messages[-1]["content"] for messages in read_conversations(source)]
+    assert answers == ["class 2", "class 10"]

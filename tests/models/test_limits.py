@@ -203,6 +203,13 @@ def test_as_many_added_tokens_as_the_limit_are_accepted(model):
     require_settings(str(model), "main")
 
 
+def test_a_settings_file_that_changed_after_its_check_is_checked_again(model):
+    require_settings(str(model), "main")
+    update_json(model / "tokenizer_config.json", padding_side="above")
+    with pytest.raises(ValueError, match="padding_side is 'above'"):
+        require_settings(str(model), "main")
+
+
 def test_a_vocabulary_with_a_very_long_line_is_refused(model):
     (model / "tokenizer.model").write_bytes(b"a" * 3000 + b" 1\n")
     with pytest.raises(ValueError, match="tokenizer.model has a line of 3,002 bytes"):

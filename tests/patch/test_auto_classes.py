@@ -262,6 +262,18 @@ def test_a_private_repository_is_recognized_with_a_token_and_asked_for_once(
     assert paths == {"/our-org/unknown/resolve/main/config.json"}
 
 
+@pytest.mark.parametrize("option", ["token", "use_auth_token"])
+def test_a_saved_token_is_not_sent_where_the_token_is_false(
+    hub, published, tmp_path, monkeypatch, option
+):
+    config = {"config.json": (published / "config.json").read_bytes()}
+    hub.add_repository("our-org/private", config, private=True)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    without = {"cache_dir": str(tmp_path / "without"), option: False}
+    assert not Repository("our-org/private", without).contains_glm4v()
+    assert Repository("our-org/private", {"cache_dir": str(tmp_path / "with")}).contains_glm4v()
+
+
 def test_an_adapters_base_is_looked_for_without_its_subfolder_and_revision(
     hub, published, tmp_path
 ):

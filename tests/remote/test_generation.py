@@ -79,6 +79,16 @@ def test_tokens_of_a_padded_batch_equal_those_of_single_prompts(model, image, us
             assert torch.equal(actual, new_tokens(model, alone, **options))
 
 
+def test_position_ids_of_a_prompt_hold_at_every_token_of_each_answer_without_a_cache(model):
+    batch = {"input_ids": torch.tensor([text(9, seed=1)])}
+    by_default = new_tokens(model, batch)
+    batch["position_ids"] = 3 * torch.arange(9)[None]
+    want = new_tokens(model, batch)
+    assert not torch.equal(want, by_default)
+    options = {"use_cache": False, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    assert torch.equal(new_tokens(model, batch, **options), want.repeat(2, 1))
+
+
 def test_a_number_of_images_other_than_of_placeholders_is_refused(model):
     row = {
         "input_ids": torch.tensor([four_rows(unexpanded_image())[2]]),

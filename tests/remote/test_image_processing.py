@@ -120,17 +120,24 @@ def test_every_way_of_giving_an_image_turns_it_upright(pixels, image, tmp_path, 
 
 
 @pytest.mark.parametrize("mode", ["1", "P", "RGB", "LA", "PA", "CMYK", "YCbCr"])
-def test_images_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
-    image_processor, pixels, image, mode
-):
-    of_settings = ChatGLMImageProcessor(size=56, do_convert_rgb=False)
+def test_images_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(pixels, image, mode):
     image = image.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
     assert torch.equal(pixels(image), pixels(image.convert("RGB")))
-    if mode != "RGB":
-        message = f"mode '{mode}' with . channels, the model takes 3"
-        for convert in (of_settings, partial(image_processor, do_convert_rgb=False)):
-            with pytest.raises(ValueError, match=message):
-                convert(image)
+
+
+@pytest.mark.parametrize("by", ["setting", "argument"])
+@pytest.mark.parametrize("mode", ["1", "LA", "CMYK"])
+def test_other_modes_than_rgb_are_refused_where_do_convert_rgb_is_false(
+    image_processor, image, mode, by
+):
+    convert = {
+        "setting": ChatGLMImageProcessor(size=56, do_convert_rgb=False),
+        "argument": partial(image_processor, do_convert_rgb=False),
+    }[by]
+    convert(image.convert("RGB"))
+    image = image.convert("RGBA" if mode == "LA" else "RGB").convert(mode)
+    with pytest.raises(ValueError, match=f"mode '{mode}' with . channels, the model takes 3"):
+        convert(image)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
