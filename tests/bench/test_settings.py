@@ -43,7 +43,7 @@ def test_settings_reach_a_process_unchanged():
 
 
 @pytest.mark.parametrize("shortest", [None, 10])
-def test_packed_samples_have_the_loss_of_padded_ones(shortest):
+def test_half_of_a_text_is_supervised_and_packing_changes_no_loss(shortest):
     model = tiny_model()
     padded = TrainingSettings(trained="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
     packed = replace(padded, packed=True)

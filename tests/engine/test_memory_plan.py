@@ -313,6 +313,14 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
         assert in_bf16 - in_fp8 == saved / (processes if stage == 3 else 1)
 
 
+@pytest.mark.parametrize("trained", ["full", "projector", "lora_all"])
+def test_each_image_of_a_packed_sequence_has_activations(trained):
+    options = make_decided(trained)
+    separate = BatchShape(num_sequences=3, sequence_length=2000)
+    packed = BatchShape(num_sequences=1, sequence_length=6000, images_per_sequence=3)
+    assert activation_bytes(REAL, options, packed) == activation_bytes(REAL, options, separate)
+
+
 def test_model_state_bytes_per_weight_by_stage_optimizer_and_offload():
     tower, language = count_parameters(REAL)
     weights = tower + language

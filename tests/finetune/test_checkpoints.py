@@ -131,9 +131,10 @@ def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path
     for step, complete in ((2, False), (4, True), (6, True), (8, False)):
         add_checkpoint(tmp_path, step, complete)
     set_incomplete_aside(tmp_path, after_step=4)
-    add_checkpoint(tmp_path, 8, complete=False)
-    set_incomplete_aside(tmp_path, after_step=4)
-    aside = {"incomplete-checkpoint-8", "incomplete-checkpoint-8-2"}
+    for _ in range(2):
+        add_checkpoint(tmp_path, 8, complete=False)
+        set_incomplete_aside(tmp_path, after_step=4)
+    aside = {f"incomplete-checkpoint-8{suffix}" for suffix in ("", "-2", "-3")}
     assert {*os.listdir(tmp_path)} == {"checkpoint-2", "checkpoint-4", "checkpoint-6", *aside}
     for name in aside:
         assert name in caplog.text

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -101,6 +102,17 @@ def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_ove
     for free_positions in (lengths[-1], lengths[0], 0):
         fitting = sum(length <= free_positions for length in lengths)
         assert len(sample(free_positions + TOKENS).questions) == min(fitting, 8)
+
+
+def test_the_rows_that_are_answered_are_spread_over_all_that_fit():
+    """Neighbors in a file are often alike."""
+    checked: Any = SimpleNamespace(
+        column=lambda _: np.array([20, 5, 5, 5, 20, 5, 5, 5]),
+        conversations=lambda: [[{"role": "user", "content": "q"}]] * 8,
+        row_labels=range(8),
+    )
+    sample = evaluation.EvalGenerations(checked, None, Path(), 3, TOKENS, 2, max_positions=10)
+    assert sample.rows == [1, 3, 6]
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(

@@ -141,17 +141,20 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
 
 
-def test_answers_are_compared():
-    for answer_text, reference, exact, f1 in (
+@pytest.mark.parametrize(
+    ("answer_text", "reference", "exact", "f1"),
+    [
         (" a red cross\n", "a red cross", 1, 1),
         ("A red cross.", "a red cross", 0, 1),
         ("red red", "a red cross", 0, 0.4),
         ("", "a red cross", 0, 0),
         ("", "", 1, 1),
         ("一张图片", "这是一张图片。", 0, 0.8),
-    ):
-        assert exact_match(answer_text, reference) == exact
-        assert token_f1(answer_text, reference) == pytest.approx(f1)
+    ],
+)
+def test_an_answer_has_an_exact_match_and_the_f1_of_its_words(answer_text, reference, exact, f1):
+    assert exact_match(answer_text, reference) == exact
+    assert token_f1(answer_text, reference) == pytest.approx(f1)
 
 
 def question(row: int, reference: str, *images: object, text: str = "q") -> Question:

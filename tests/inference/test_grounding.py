@@ -87,6 +87,8 @@ def test_operations_without_arguments_are_compared_by_name():
         ("[[150,250,250,350]]", 1 / 4, 1),
         ("[[301,401,500,600]]", 0, 0),
         ("[[205,305,800,900]]", 95 * 95 / (200 * 200 + 595 * 595 - 95 * 95), 0),
+        ("[[120,220,160,260]]", 1 / 25, 1),  # inside, without the center of the reference
+        ("[[100,200,900,900]]", 1 / 14, 0),  # around it, with another center
         ("no box", 0, 0),
         ("[[300,400,100,200]]", 0, 0),  # edges in the wrong order
         ("the box [100, 200, 300, 400].", 1, 1),
