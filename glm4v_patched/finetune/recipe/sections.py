@@ -147,8 +147,9 @@ class Recipe(Section):
         return checked.recipe
 
 
-# Fields of the engine that may differ when a run is resumed. Under ZeRO-3, a change of the policy
-# of activation checkpointing (tower, language) to or from "selective" changes the rounding.
+# Fields of the engine that may differ when a run is resumed. Under ZeRO-3 without compiled or fp8
+# layers, a change between "linear", "selective" or "attention" and the other policies (tower,
+# language) changes the rounding.
 ENGINE_MAY_CHANGE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
