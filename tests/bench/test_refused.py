@@ -45,11 +45,11 @@ GENERATION = (
     ("--device cuda --weights 4bit", "--weights 4bit needs not_there"),
     ("--device cuda --weights 8bit --cache static", "--cache static with --weights 8bit"),
 )
-CASES = [
-    *((f"bench {options}", message, gpus) for gpus, options, message in TRAINING),
-    *((f"bench --answers 56x56 --device cpu --batch 8 {o}", m, 0) for o, m in ANSWERS),
-    *((f"bench --generate --device cpu --config config.json {o}", m, 0) for o, m in GENERATION),
-]
+FOR_ANSWERS = "bench --answers 56x56 --device cpu --batch 8"
+FOR_GENERATION = "bench --generate --device cpu --config config.json"
+CASES = [(f"bench {options}", message, gpus) for gpus, options, message in TRAINING]
+CASES += [(f"{FOR_ANSWERS} {options}", message, 0) for options, message in ANSWERS]
+CASES += [(f"{FOR_GENERATION} {options}", message, 0) for options, message in GENERATION]
 
 
 @pytest.fixture

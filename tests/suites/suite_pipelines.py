@@ -38,11 +38,13 @@ class TestPipelines:
         suite = getattr(module, f"{name}PipelineTests")()
         processor = copy.deepcopy(tiny_folder.PROCESSOR)
         processor.tokenizer.image_token = "<|begin_of_image|><|endoftext|><|end_of_image|>"
-        parts = {"processor": processor, "image_processor": processor.image_processor}
+        processors = {"processor": processor, "image_processor": processor.image_processor}
         with applied():
             model = kind.from_pretrained(tiny_folder.write()).eval()
             tokenizer = processor.tokenizer
-            pipeline, examples = suite.get_test_pipeline(model, tokenizer, **parts, dtype=dtype)
+            pipeline, examples = suite.get_test_pipeline(
+                model, tokenizer, **processors, dtype=dtype
+            )
             suite.run_pipeline_test(pipeline, copy.deepcopy(examples))
             batches = pipeline((copy.deepcopy(examples[0]) for _ in range(10)), batch_size=4)
             assert len(list(batches)) == 10
