@@ -124,6 +124,17 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 )
             num_uncached = 0
             if inputs_embeds is None:
+                length = input_ids.shape[1]
+                if (
+                    expanded_prompt.num_forward_calls > 1
+                    and attention_mask is not None
+                    and attention_mask.shape[1] > length
+                ):
+                    # Under synced_gpus, generate calls forward until the answers of all processes
+                    # are complete. In a process that has finished, only the mask gets longer.
+                    if cache is not None:
+                        return forwarded | self._idle_inputs(input_ids)
+                    attention_mask = attention_mask[:, :length]
                 num_uncached = expanded_prompt.num_uncached(input_ids, cache)
             if num_uncached and cache is not None:
                 inputs = self._decode_inputs(expanded_prompt, input_ids, cache, num_uncached)
@@ -235,6 +246,21 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 inputs["cache_position"] = columns
         record_decode_step(cache, length)
         return inputs
+
+    def _idle_inputs(self, input_ids: Tensor) -> dict[str, Any]:
+        """Return the inputs of a pass whose output is discarded.
+
+        It uses the same modules as a decode step, because sharded weights are gathered in all
+        processes together. It neither runs the tower nor changes the cache.
+        """
+        vision = self.config.vision
+        features_0TD = torch.empty(
+            (0, vision.num_image_tokens + 2, self.config.hidden_size),
+            dtype=self.dtype,
+            device=input_ids.device,
+        )
+        ids_B1 = torch.zeros_like(input_ids[:, :1])
+        return {"input_ids": ids_B1, "image_features": features_0TD, "use_cache": False}
 
     def _checked_length(self, prompt: ExpandedPrompt, cache: Cache, num_generated: int) -> int:
         """Return the cache length with the generated tokens.
@@ -385,6 +411,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
             if generation_config.max_length > greatest_length:
                 max_cache_length -= generation_config.max_length - greatest_length
                 generation_config.max_length = greatest_length
+        # generate does not cache the last token, except under synced_gpus, in a process that has
+        # finished while another has not.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            max_cache_length += 1
         if self.device.type not in DEVICES_WITHOUT_COMPILATION:
             num_multiples = -(-max_cache_length // STATIC_CACHE_MULTIPLE)
             max_cache_length = num_multiples * STATIC_CACHE_MULTIPLE

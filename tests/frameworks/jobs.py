@@ -11,7 +11,8 @@ from tests.frameworks.drawn_task import RUN
 
 HERE = Path(__file__).parent
 PYTHON = (sys.executable,)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+# --standalone takes a free port.
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 # What ends with an adapter, and has no command of its own to merge it.
 MERGE = (*RUN, "-m", "glm4v_patched", "merge", "adapter", "--out", "merged")
 # What users write for their frameworks, by the name that it has for them.
@@ -100,14 +101,13 @@ TRL = [
         fails="ValueError: .* does not seem to be a vision-language model",
     ),
     trl("DPO", "dpo", 60, 5e-4, **PREFERS),
-    trl(
-        *("two processes on a CPU: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3),
-        start=TORCHRUN,
-        reads="trl.DPOTrainer",
-        files=ZERO3,
-        then=MERGE,
-        out="merged",
-        **PREFERS,
+    *(
+        trl(
+            *(f"{where}: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3),
+            **{"start": TORCHRUN, "reads": "trl.DPOTrainer", "files": ZERO3, "gpus": gpus},
+            **{"then": MERGE, "out": "merged"} | PREFERS,
+        )
+        for where, gpus in (("two processes on a CPU", 0), ("two GPUs", 2))
     ),
     trl("KTO", "kto", 100, 1e-3, **PREFERS),
     trl("Reward", "reward", 30, 1e-3, measure="scores", note=TEXT_ONLY),
@@ -117,6 +117,12 @@ TRL = [
         note=f'task_type="SEQ_CLS"; {TEXT_ONLY}',
     ),
     trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
+    trl(
+        *("two GPUs: GRPO, ZeRO-3", "grpo", 100, 4e-4),
+        **{"start": TORCHRUN, "reads": "trl.GRPOTrainer", "files": ZERO3, "gpus": 2},
+        note=SIGHTED,
+        **DRAWS,
+    ),
     trl(
         name="GRPO, vLLM draws",
         job="grpo_vllm",

@@ -2,10 +2,11 @@
 
 Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
 beside it, and ``data/JOB``, a data set with images, named without ``_lora`` and ``_vllm``. It
-leaves ``out``, the whole model that was trained, or, for ``dpo_lora``, which several processes
-train under DeepSpeed's ZeRO-3 by ``deepspeed.json``, ``adapter``.
+writes the trained model to ``out``. Several processes train under DeepSpeed's ZeRO-3, with
+``deepspeed.json``; if they train LoRA, they write ``adapter`` instead.
 """
 
+import os
 import sys
 
 import torch
@@ -23,14 +24,13 @@ from transformers import (
 COMMON = {"output_dir": "run", "trust_remote_code": True, "max_grad_norm": 1.0, "logging_steps": 1}
 COMMON |= {"per_device_train_batch_size": 24, "lr_scheduler_type": "constant_with_warmup"}
 COMMON |= {"save_strategy": "no", "report_to": "none"}
-COMMON |= {"bf16": False, "use_cpu": True, "disable_tqdm": True}
+COMMON |= {"bf16": False, "use_cpu": not torch.cuda.is_available(), "disable_tqdm": True}
 # Groups of 32 answers to each of 24 questions: of a smaller group, often none is right, and then
 # nothing is learned from it.
 ONLINE = {"per_device_train_batch_size": 768, "num_generations": 32, "lr_scheduler_type": "linear"}
 ONLINE |= {"max_completion_length": 8, "temperature": 1.0, "beta": 0.0}
-# vLLM draws, in the process that trains, on its GPU.
-BY_VLLM = {"use_cpu": False, "use_vllm": True, "vllm_mode": "colocate"}
-BY_VLLM |= {"vllm_gpu_memory_utilization": 0.2}
+# vLLM generates in the process that trains, on its GPU.
+BY_VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.2}
 # Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
 WHOLE_ROWS = {"max_length": None}
 OPTIONS: dict[str, dict] = {
@@ -85,8 +85,10 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
         # With this task_type peft trains and saves the new head, `score`, too.
         kind, lora = AutoModelForSequenceClassification, {"task_type": "SEQ_CLS"}
         kwargs["processing_class"], labels = processor.tokenizer, {"num_labels": 1}
-    if job == "dpo_lora":
-        common |= {"deepspeed": "deepspeed.json", "per_device_train_batch_size": 18}
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    is_sharded = num_processes > 1
+    if is_sharded:
+        common["deepspeed"] = "deepspeed.json"
     if job.endswith("_vllm"):
         common |= BY_VLLM
     model = kind.from_pretrained("model", trust_remote_code=True, dtype=torch.float32, **labels)
@@ -96,21 +98,24 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
         trainer = online_dpo(model, common, kwargs)
     else:
         name = "Reward" if kind_of_job == "reward" else kind_of_job.upper()
-        config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
+        options = common | OPTIONS[name]
+        options["per_device_train_batch_size"] //= num_processes
+        config = getattr(trl, f"{name}Config")(**options)
         reward = [right_answers] if OPTIONS[name] is ONLINE else []
         trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **kwargs)
     if job.endswith("_vllm"):
         trainer.add_callback(FreshImages(trainer))
     trainer.train()
-    trained = trainer.model
-    if job == "dpo_lora":
-        trainer.save_model("adapter")  # all processes gather it
-    elif job.endswith("_lora"):
-        trained = trained.merge_and_unload()
+    out = "adapter" if is_sharded and job.endswith("_lora") else "out"
+    if is_sharded:
+        trainer.save_model(out)  # all processes gather the weights
+    else:
+        model = trainer.model
+        if job.endswith("_lora"):
+            model = model.merge_and_unload()
+        model.save_pretrained(out)
     if trainer.is_world_process_zero():
-        if job != "dpo_lora":
-            trained.save_pretrained("out")
-        processor.save_pretrained("adapter" if job == "dpo_lora" else "out")
+        processor.save_pretrained(out)
         trainer.state.save_to_json("state.json")
 
 
