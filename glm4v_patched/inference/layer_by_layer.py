@@ -44,14 +44,15 @@ class LayerByLayer(CalibrationPipeline):
     @staticmethod
     def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
         transformer = model.transformer
-        stacks = [
+        stacks = [  # of layers: those of the vision tower, and those of the language model
             layers
             for layers in (transformer.vision.transformer.layers, transformer.encoder.layers)
             if any(hasattr(module, "quantization_scheme") for module in layers.modules())
         ]
         LifecycleCallbacks.calibration_start()
-        ticker = show_progress("quantizing", total=sum(map(len, stacks)), unit="layer")
-        with torch.no_grad(), DisableQuantization(model), ticker as progress:
+        num_layers = sum(map(len, stacks))
+        progress_bar = show_progress("quantizing", total=num_layers, unit="layer")
+        with torch.no_grad(), DisableQuantization(model), progress_bar as progress:
             for layers in stacks:
                 inputs = _capture_inputs(layers[0], model, dataloader)
                 for layer in layers:
@@ -59,16 +60,18 @@ class LayerByLayer(CalibrationPipeline):
                         layer(*arguments)
                     LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
                     with HooksMixin.disable_hooks():
-                        for index, arguments in enumerate(inputs):  # in place, to save memory
+                        # The outputs replace the inputs one by one, to save memory.
+                        for index, arguments in enumerate(inputs):
                             inputs[index] = (layer(*arguments), *arguments[1:])
                     progress.update()
         LifecycleCallbacks.calibration_end()
 
 
 def _capture_inputs(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tuple]:
-    """Return the layer's positional arguments for each batch that reaches it.
+    """Return the layer's positional arguments for each batch.
 
-    The forward pass stops at the layer.
+    Each forward pass stops at the layer. A batch that does not reach the layer is left out: one
+    without images does not reach the vision tower.
     """
     inputs: list[tuple] = []
 
@@ -96,7 +99,7 @@ def quantize_with_gptq(
     Args:
         scheme: A preset scheme of compressed-tensors.
         ignore: Name patterns of layers that are not quantized.
-        conversations: Messages to calibrate with.
+        conversations: Conversations to calibrate with, each a list of messages.
     """
     model: Any
     model, processor = load_with_processor(base, device)
@@ -113,7 +116,7 @@ def quantize_with_gptq(
     logger.add(sys.stderr, format="{message}", filter=_is_gptq_warning)
     with ExitStack() as cleanup:
         cleanup.callback(reset_session)  # the session holds a reference to the model
-        # oneshot calls AutoConfig on the model's folder; the code there must not run.
+        # oneshot calls AutoConfig with the model's folder; code in that folder must not run.
         with applied():
             oneshot(
                 model=model,
