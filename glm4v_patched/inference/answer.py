@@ -88,12 +88,10 @@ def _answer_missing(
             file.add(line)
     except (KeyboardInterrupt, RuntimeError):
         if file.lines:
-            command = (
-                "the same command without --overwrite" if file.overwrite else "the same command"
-            )
+            without = " without --overwrite" if file.overwrite else ""
             print(
                 f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}; "
-                f"{command} generates the others",
+                f"the same command{without} generates the others",
                 file=sys.stderr,
             )
         raise
@@ -181,8 +179,10 @@ def _answer_in_workers(
     """
     command = python_module_command("glm4v_patched.inference.answer_worker")
     # Each worker has its own session, so that Ctrl-C in the terminal does not reach it.
-    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
-    workers: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
+    popen_kwargs: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    workers: list[Any] = [
+        Popen(command, env=variables, **popen_kwargs) for variables in environments
+    ]
     try:
         for index, worker in enumerate(workers):
             with suppress(OSError):  # a worker that has ended is reported where its reply is read

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 class AnswerStreamer(TextStreamer):
-    """Calls ``on_text`` with an answer's text as it is generated, without leading white space."""
+    """A streamer that calls ``on_text`` with new text, without white space at the beginning."""
 
     def __init__(self, tokenizer, on_text: Callable[[str], object]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -56,8 +56,8 @@ class AnswerStreamer(TextStreamer):
 class Answerer:
     """A loaded model that answers questions.
 
-    With a static KV cache, :func:`.decoding.loop.decode_without_sync` decodes, on a GPU as a CUDA
-    graph. Beam search always uses a dynamic cache.
+    With a static KV cache, :func:`.decoding.loop.decode_without_sync` generates the tokens, on a
+    GPU with a CUDA graph for each step. Beam search always uses a dynamic cache.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Answerer:
         Args:
             cache: "static" or "dynamic".
             check_finite: Whether NaN or infinite logits raise an error if the cache is dynamic.
-                If it is static, they always do. Must be False if processes gather sharded weights:
-                a process that stops with an error would block the others.
+                If it is static, they always do. Use False if processes gather sharded weights,
+                because a process that stops with an error would block the others.
         """
         self.model, self.processor = loaded
         self.generation, self.check_finite = generation, check_finite
@@ -157,8 +157,8 @@ class Answerer:
                         RequireFiniteLogits(),
                     ]
                 if streamer is not None:
-                    has_own_loop = "custom_generate" in generate_kwargs
-                    name = "token_streamer" if has_own_loop else "streamer"
+                    has_custom_loop = "custom_generate" in generate_kwargs
+                    name = "token_streamer" if has_custom_loop else "streamer"
                     generate_kwargs[name] = streamer
                 ids = self.model.generate(**batch, **generate_kwargs)
         except NonFiniteLogits:
@@ -232,7 +232,10 @@ def encode(processor, prompts: Sequence[Any]) -> Any:
 
 
 def count_positions(processor, prompts: Sequence[Any]) -> list[int]:
-    """Return the number of position ids of each prompt. An image takes 3; none is opened."""
+    """Return the number of position ids of each prompt.
+
+    An image takes 3 position ids, whatever its size, so no image is opened.
+    """
     if isinstance(prompts[0], str):
         return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
     # The tokenizer, unlike the processor, puts only 3 tokens in place of an image.
@@ -297,10 +300,10 @@ def require_context_length(
 ) -> None:
     """Raise ``ValueError`` if a prompt and its longest answer exceed the model's context length.
 
-    The message names the longest prompt. Opens no image.
+    The message names the longest prompt. No image is opened.
     """
     processor, limit = load_processor(base), loading.load_model_config(base).seq_length
-    too_long: list[tuple[int, int]] = []  # numbers of positions and of the row
+    too_long: list[tuple[int, int]] = []  # (number of positions, row number)
     for batch in split_into_batches(questions, 64):
         lengths = count_positions(processor, [question.prompt for question in batch])
         for question, length in zip(batch, lengths, strict=True):

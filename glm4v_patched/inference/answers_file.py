@@ -54,7 +54,7 @@ def open_answers(
     """Open and lock a file of answers, to continue it.
 
     Args:
-        path: A missing parent folder is created.
+        path: The file. A missing parent folder is created.
         questions: The questions that the file will answer.
         settings: Model, data and options that determine the answers. Errors name keys that differ.
         data: Source of the questions; ``path`` may be neither its file nor one of its images.
@@ -189,7 +189,7 @@ class AnswersFile:
 
 
 def _flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted name and value of each leaf of nested mappings, such as options.seed, 0."""
+    """Yield the leaves of nested mappings by dotted names, such as ``("options.seed", 0)``."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flatten_settings(value, f"{prefix}{name}.")

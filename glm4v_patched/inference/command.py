@@ -21,12 +21,12 @@ def add_commands(commands) -> None:
     """Add the commands to the subparsers of the command line."""
     answer = commands.add_parser("answer", help="answer every row of a data file")
     answer.set_defaults(run=_run_answer)
-    _add_data(answer)
+    _add_answering(answer)
     answer.add_argument("--out", type=to_path, required=True, metavar="FILE", help="JSONL to write")
 
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
     evaluate.set_defaults(run=_run_evaluate)
-    _add_data(evaluate)
+    _add_answering(evaluate)
     out_help = "folder for answers, image sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=out_help)
     metric_help = "your own function, which takes an answer and a reference and returns a number"
@@ -119,7 +119,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels_help)
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
+def _add_answering(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=MODEL_HELP)
     add_options(parser, AnswerOptions)
     data_help = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"

@@ -149,9 +149,9 @@ def find_fonts(text: str) -> tuple[list[str], set[str]]:
     from matplotlib.font_manager import FontProperties, findfont
     from matplotlib.ft2font import FT2Font
 
-    covered = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
+    default_charmap = FT2Font(findfont(FontProperties(family=FONT))).get_charmap()
     visible = {c for c in text if not c.isspace() and not _is_invisible(c)}
-    missing = {c for c in visible if ord(c) not in covered}
+    missing = {c for c in visible if ord(c) not in default_charmap}
     families = [FONT]
     if not missing:
         return families, missing
@@ -173,6 +173,7 @@ def _installed_fonts() -> Iterator[Any]:
     fonts = fontManager.ttflist
     # Skip LastResort, which ships with matplotlib and has only a box for every character.
     usable = (font for font in fonts if "LastResort" not in font.fname)
+    # The fonts of the family DejaVu come first.
     yield from sorted(usable, key=lambda font: ("DejaVu" not in font.name, font.name))
     for path in sorted({*findSystemFonts()} - {font.fname for font in fonts}):
         num_fonts = len(fonts)
@@ -210,6 +211,8 @@ def _draw_images(
 
     halo = withStroke(linewidth=2.5, foreground="white")  # makes boxes visible on any background
     width, height = figure.get_size_inches() * DPI
+    if len(paths) > 1:
+        boxes = []
     columns = math.ceil(math.sqrt(len(paths)))
     for index, path in enumerate(paths):
         slot_width = CELL_WIDTH // columns
@@ -225,7 +228,7 @@ def _draw_images(
         # The axes' coordinates are thousandths, as the boxes' are.
         aspect = thumbnail.height / thumbnail.width
         axes.imshow(thumbnail, extent=(0, 1000, 1000, 0), aspect=aspect)
-        for box, color in boxes if len(paths) == 1 else ():
+        for box, color in boxes:
             extent = box.right - box.left, box.bottom - box.top
             outline = Rectangle(box[:2], *extent, fill=False, edgecolor=color, linewidth=1.5)
             outline.set_path_effects([halo])

@@ -42,14 +42,17 @@ def evaluate(
         ValueError, RuntimeError: See :func:`answer.answer_file`. ValueError also if a row has no
             reference answer, or the metric cannot be used.
     """
-    metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
+    metrics = dict(METRICS)
+    if metric:
+        name, function = load_metric(metric)
+        metrics[name] = function
     base = options.find()
     if out is not None:
         options.require_apart(base, out)
         _require_own_folder(out, overwrite)
     questions = read_questions(options.data, with_reference=True)
     reference = questions[0].reference or ""
-    for name, function in metrics.items():  # a metric that fails does so before the model is loaded
+    for name, function in metrics.items():  # finds a broken metric before the model is loaded
         mean_score(name, function, [(reference, reference)])
     digests = digest_image_files(questions)
     all_questions = [*questions, *swap_images(questions, digests)]

@@ -206,13 +206,13 @@ def require_llm_compressor() -> None:
 
     llm-compressor's own requirements say which versions of transformers it supports.
     """
-    cure = pip_install("glm4v-patched[export]")
+    command = pip_install("glm4v-patched[export]")
     try:
         compressor_version = version(LLM_COMPRESSOR.name)
         requirements = [Requirement(text) for text in requires(LLM_COMPRESSOR.name) or ()]
     except PackageNotFoundError:
         raise RuntimeError(
-            f"export needs {LLM_COMPRESSOR.name}, which is not installed: {cure}"
+            f"export needs {LLM_COMPRESSOR.name}, which is not installed: {command}"
         ) from None
     for required in (LLM_COMPRESSOR, *(r for r in requirements if r.name == "transformers")):
         installed = version(required.name)
@@ -224,7 +224,8 @@ def require_llm_compressor() -> None:
             )
             raise RuntimeError(
                 f"{dependent} needs {required.name} {required.specifier}, but {installed} is "
-                f"installed: {cure} (in a separate environment if other packages need {installed})"
+                f"installed: {command} (in a separate environment if other packages need "
+                f"{installed})"
             )
 
 

@@ -67,8 +67,8 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     try:
         import gguf
     except ModuleNotFoundError:
-        cure = pip_install("glm4v-patched[gguf]")
-        raise RuntimeError(f"--format gguf needs gguf, which is not installed: {cure}") from None
+        command = pip_install("glm4v-patched[gguf]")
+        raise RuntimeError(f"--format gguf needs gguf, which is not installed: {command}") from None
     base = find_exportable(model, out, revision)
     if base.adapters is not None:
         raise ValueError(
@@ -80,25 +80,26 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     config, processor = load_model_config(base), load_processor(base)
     require_expressible(config)
     folder = fetch_weights(base)
-    infos = tensors_of(folder)
+    tensor_infos = tensors_of(folder)
     language_table, tower_table = language_tensors(config), tower_tensors(config)
     used = {source for source, _ in (language_table | tower_table).values()}
-    if unused := sorted(infos.keys() - used - UNUSED_TENSORS):
+    if unused := sorted(tensor_infos.keys() - used - UNUSED_TENSORS):
         raise ValueError(
             f"{model} has {len(unused)} tensors that a GGUF file cannot express: {listed(unused)}; "
             "expected only those of a glm-4v that generates text"
         )
     tower_type = "f32" if type_name == "f32" else "f16"
-    language, tower = gguf.GGUFWriter(None, "qwen2vl"), gguf.GGUFWriter(None, "clip")
+    language_writer = gguf.GGUFWriter(None, "qwen2vl")
+    tower_writer = gguf.GGUFWriter(None, "clip")
     files = {
-        f"language-{type_name}.gguf": (language, language_table, type_name),
-        f"mmproj-{tower_type}.gguf": (tower, tower_table, tower_type),
+        f"language-{type_name}.gguf": (language_writer, language_table, type_name),
+        f"mmproj-{tower_type}.gguf": (tower_writer, tower_table, tower_type),
     }
-    _add_language_metadata(language, config)
-    _add_tokenizer(language, config, processor.tokenizer)
-    _add_tower_metadata(tower, config, processor.image_processor)
+    _add_language_metadata(language_writer, config)
+    _add_tokenizer(language_writer, config, processor.tokenizer)
+    _add_tower_metadata(tower_writer, config, processor.image_processor)
     num_bytes = sum(
-        _declare_tensors(writer, table, file_type, infos)
+        _declare_tensors(writer, table, file_type, tensor_infos)
         for writer, table, file_type in files.values()
     )
     require_free_disk(num_bytes + METADATA_BYTES, out)
@@ -120,7 +121,7 @@ def require_expressible(config: "ChatGLMConfig") -> None:
         ("num_attention_heads * kv_channels", attention_size, config.hidden_size),
         ("vision_config.hidden_act", config.vision.hidden_act, "gelu"),
         ("vision_config.in_channels", config.vision.in_channels, 3),
-        # A number in these limits, because the file has its square as float32.
+        # Bounded, because the file has its square as float32.
         ("rope_ratio", config.rope_ratio, min(max(config.rope_ratio, 1e-15), 1e15)),
         ("the number of eos_token_id", num_eos, min(max(num_eos, 1), len(END_KEYS))),
     ):
@@ -170,8 +171,8 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
         "output_norm.weight": ("transformer.encoder.final_layernorm.weight", _identity),
     }
     # First rows of the keys and of the values in the fused query_key_value.
-    keys = config.num_attention_heads * config.kv_channels
-    values = keys + config.multi_query_group_num * config.kv_channels
+    key_start = config.num_attention_heads * config.kv_channels
+    value_start = key_start + config.multi_query_group_num * config.kv_channels
     ffn_size = config.ffn_hidden_size
     suffixes = ["weight", "bias"] if config.add_qkv_bias else ["weight"]
     for layer in range(config.num_layers):
@@ -182,12 +183,12 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
             f"{block}.ffn_norm.weight": (f"{source}.post_attention_layernorm.weight", _identity),
             f"{block}.ffn_down.weight": (f"{source}.mlp.dense_4h_to_h.weight", _identity),
         }
-        fused = f"{source}.self_attention.query_key_value"
         for suffix in suffixes:
+            fused = f"{source}.self_attention.query_key_value.{suffix}"
             table |= {
-                f"{block}.attn_q.{suffix}": (f"{fused}.{suffix}", reordered_rows(0, keys)),
-                f"{block}.attn_k.{suffix}": (f"{fused}.{suffix}", reordered_rows(keys, values)),
-                f"{block}.attn_v.{suffix}": (f"{fused}.{suffix}", rows(values, None)),
+                f"{block}.attn_q.{suffix}": (fused, reordered_rows(0, key_start)),
+                f"{block}.attn_k.{suffix}": (fused, reordered_rows(key_start, value_start)),
+                f"{block}.attn_v.{suffix}": (fused, rows(value_start, None)),
             }
         gate_up = f"{source}.mlp.dense_h_to_4h.weight"
         table[f"{block}.ffn_gate.weight"] = gate_up, rows(0, ffn_size)
@@ -256,8 +257,8 @@ def _add_language_metadata(writer: Any, config: "ChatGLMConfig") -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.multi_query_group_num)
     writer.add_layer_norm_rms_eps(config.layernorm_epsilon)
-    # The square, because llama.cpp divides the exponents of the frequencies by the channels of a
-    # head, and our model divides them by its rotated channels, which are half of them.
+    # The square, because llama.cpp divides the exponents of the frequencies by the number of
+    # channels of a head, and our model by half of it, the number of rotated channels.
     writer.add_rope_freq_base((10000.0 * config.rope_ratio) ** 2)
     num_pairs = config.kv_channels // 4
     writer.add_rope_dimension_sections([num_pairs, 0, 0, num_pairs])
@@ -306,8 +307,9 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     writer.add_tokenizer_pre("glm4" if model["ignore_merges"] else "chatglm-bpe")
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
-    merges = model["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    # Depending on the version of tokenizers, a merge is a pair or a text.
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges(merges)
     writer.add_add_bos_token(False)  # the chat template begins with [gMASK]<sop> already
     for key, token_id in special_ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
@@ -332,23 +334,23 @@ def _add_tower_metadata(writer: Any, config: "ChatGLMConfig", image_processor: A
 
 
 def _declare_tensors(
-    writer: Any, table: "TensorTable", type_name: str, infos: Mapping[str, TensorInfo]
+    writer: Any, table: "TensorTable", type_name: str, tensor_infos: Mapping[str, TensorInfo]
 ) -> int:
     """Declare shapes and types of a file's tensors, and return their size in bytes."""
     import gguf
     import numpy as np
     import torch
 
-    matrix_kind = gguf.GGMLQuantizationType[type_name.upper()]
+    kinds = gguf.GGMLQuantizationType
     share = "ALL" if type_name == "f32" else "MOSTLY"
     writer.add_file_type(gguf.LlamaFileType[f"{share}_{type_name}".upper()])
     total_bytes = 0
     for name, (source, convert) in table.items():
-        shape = convert(torch.empty(infos[source].shape, device="meta")).shape
-        is_matrix = len(shape) > 1 and "position" not in name
-        kind = matrix_kind if is_matrix else type(matrix_kind).F32
+        shape = convert(torch.empty(tensor_infos[source].shape, device="meta")).shape
+        is_matrix = len(shape) > 1 and "position" not in name  # position embeddings stay f32
+        kind = kinds[type_name.upper()] if is_matrix else kinds.F32
         if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = type(matrix_kind).F16
+            kind = kinds.F16
         block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         num_bytes = shape.numel() // block_size * block_bytes
         writer.add_tensor_info(name, [*shape], np.dtype(np.float32), num_bytes, raw_dtype=kind)

@@ -2,7 +2,7 @@
 
 llm-compressor's sequential pipeline traces the complete model with torch.fx, which fails on
 sequences whose lengths depend on their images. Its basic pipeline keeps the statistics of all
-layers at once (100 GB at the real size). Here each layer is called alone, on its recorded inputs.
+layers at once (100 GB for glm-4v-9b). This pipeline calls each layer alone, on its recorded inputs.
 Only :mod:`export` imports this module.
 """
 
@@ -57,7 +57,8 @@ class LayerByLayer(CalibrationPipeline):
                 inputs = _capture_inputs(layers[0], model, dataloader)
                 for layer in layers:
                     for arguments in inputs:
-                        layer(*arguments)
+                        layer(*arguments)  # hooks of GPTQ collect statistics
+                    # GPTQ quantizes the layer.
                     LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
                     with HooksMixin.disable_hooks():
                         # The outputs replace the inputs one by one, to save memory.
@@ -111,7 +112,7 @@ def quantize_with_gptq(
         return {name: batch[name].to(model.device) for name in names if name in batch}
 
     require_finite_logits(model, encode([conversations[0]]))
-    rows: Any = conversations
+    dataset: Any = conversations
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_gptq_warning)
     with ExitStack() as cleanup:
@@ -121,7 +122,7 @@ def quantize_with_gptq(
             oneshot(
                 model=model,
                 processor=processor,
-                dataset=torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode),
+                dataset=torch.utils.data.DataLoader(dataset, batch_size=1, collate_fn=encode),
                 recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
                 pipeline=PIPELINE_NAME,
             )

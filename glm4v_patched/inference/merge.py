@@ -37,7 +37,7 @@ MERGEABLE_FIELDS = PEFT_SETTING_TYPES.keys() - str.split(
     "bias corda_config ensure_weight_tying eva_config fan_in_fan_out init_lora_weights lora_bias "
     "modules_to_save use_qalora"
 ) | {"peft_type", "peft_version", "base_model_name_or_path", "megatron_core"}
-# Values of the remaining fields that do not affect the weights, besides null, false and empty ones.
+# These values of other fields do not affect the weights. Nor does null, false or an empty value.
 NEUTRAL_FIELD_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
 # Largest RMS error of a merged layer's output, relative to the RMS of the output, by the dtype of
 # the merged weight.

@@ -40,7 +40,7 @@ class RequireFiniteLogits(LogitsProcessor):
 def has_finite_logits(logits_BV: Tensor) -> Tensor:
     """Return whether each sequence's logits are finite, ``(B,)`` bool.
 
-    Minus infinity, which excludes a token, is allowed unless all logits of a sequence have it.
+    Minus infinity excludes a token. Some of a sequence's logits may have this value, but not all.
     """
     return logits_BV.amax(-1).isfinite()
 

@@ -171,7 +171,7 @@ class AnswerOptions(ModelOptions):
         require_apart(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
 
 
-def read_questions(path: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
+def read_questions(data: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
     """Read the questions of a data file; an assistant's message at the end is the reference.
 
     Args:
@@ -181,7 +181,7 @@ def read_questions(path: str | Path | DataSource, with_reference: bool = False) 
         ValueError: Lists all rows with problems.
     """
     questions: list[Question] = []
-    rows, problems = split_usable_rows(iter_rows(path, for_training=False))
+    rows, problems = split_usable_rows(iter_rows(data, for_training=False))
     for row in rows:
         question = make_question(row.line, row.messages)
         if question.reference is not None or not with_reference:
@@ -194,7 +194,7 @@ def read_questions(path: str | Path | DataSource, with_reference: bool = False) 
             problems.append(RowProblem(row.line, message))
     if problems:
         problems.sort(key=lambda problem: problem.line)
-        raise ValueError(describe_problems(path, problems, len(questions) + len(problems)))
+        raise ValueError(describe_problems(data, problems, len(questions) + len(problems)))
     return questions
 
 

@@ -73,7 +73,7 @@ def load_metric(text: str) -> tuple[str, Metric]:
 
 
 def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """Return the mean score of pairs of answer and reference, to 4 digits; None without pairs.
+    """Return the mean score of (answer, reference) pairs, rounded to 4 digits; None without pairs.
 
     Raises ``ValueError`` if the metric raises, or returns NaN or infinity.
     """

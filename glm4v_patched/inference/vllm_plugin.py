@@ -68,8 +68,8 @@ def register() -> None:
         hooks.setdefault(ARCHITECTURE, SharedPositions)
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
-            cure = pip_install("glm4v-patched[vllm]")
-            raise RuntimeError(f"vllm is not installed: {cure}") from error
+            command = pip_install("glm4v-patched[vllm]")
+            raise RuntimeError(f"vllm is not installed: {command}") from error
         # Logged, not raised: an error would stop this vLLM for all models. For a glm-4v,
         # `check_vllm` raises it.
         logger.error("glm-4v would get wrong positions: %s", _incompatible([error]))
@@ -88,8 +88,7 @@ class SharedPositions:
                 "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
-        # A config without original_rope has no default in vLLM. A value that is not a bool would be
-        # taken as true or false by vLLM's layers.
+        # vLLM has no default for original_rope. Its layers would take any value as true or false.
         config.original_rope = getattr(config, "original_rope", True)
         if not isinstance(config.original_rope, bool):
             raise ValueError(
@@ -184,10 +183,10 @@ def _find_mismatch(module: str, name: str, expected: str | None) -> str | None:
 def _incompatible(reasons: Iterable[object]) -> str:
     """Return the message about an incompatible vLLM."""
     vllm = importlib.import_module("vllm")
-    cure = pip_install(f"vllm>={OLDEST_VLLM},<={NEWEST_VLLM}")
+    command = pip_install(f"vllm>={OLDEST_VLLM},<={NEWEST_VLLM}")
     return (
         f"glm4v_patched cannot give glm-4v its positions in vLLM {vllm.__version__}: "
-        f"{'; '.join(map(str, reasons))}. {cure} (or set VLLM_PLUGINS= to serve without the "
+        f"{'; '.join(map(str, reasons))}. {command} (or set VLLM_PLUGINS= to serve without the "
         "plug-in; answers about images then differ from the trained model's)"
     )
 
@@ -204,12 +203,12 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
         ``(length,)`` int64, as :func:`..remote.image_layout.expand_image_placeholders` computes
         them.
     """
-    steps = torch.ones(length, dtype=torch.long)
-    steps[:1] = 0
+    increments = torch.ones(length, dtype=torch.long)
+    increments[:1] = 0
     for begin, count in images:
         # Begin, first inner token and end advance the position; the other inner tokens do not.
-        steps[begin + 2 : begin + count - 1] = 0
-    return steps.cumsum(0)
+        increments[begin + 2 : begin + count - 1] = 0
+    return increments.cumsum(0)
 
 
 def never_generated_ids(config: Any) -> list[int]:
@@ -218,8 +217,8 @@ def never_generated_ids(config: Any) -> list[int]:
     A trainer would take them for an image whose pixels are missing.
     :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate them either.
     """
-    image_token = getattr(config, "image_token_id", None)  # not in a published config
-    token_ids = (config.boi_token_id, config.eoi_token_id, image_token)
+    image_token_id = getattr(config, "image_token_id", None)  # not in a published config
+    token_ids = (config.boi_token_id, config.eoi_token_id, image_token_id)
     return [token_id for token_id in token_ids if token_id is not None]
 
 
@@ -232,8 +231,8 @@ def collapse_image_tokens(ids: list[int], config: Any, num_inner_tokens: int) ->
         num_inner_tokens: Number of inner tokens that the model makes of an image.
     """
     # A published config has no image token, because its processor does not expand images.
-    image_token = getattr(config, "image_token_id", None)
-    expanded = [config.boi_token_id, *[image_token] * num_inner_tokens, config.eoi_token_id]
+    image_token_id = getattr(config, "image_token_id", None)
+    expanded = [config.boi_token_id, *[image_token_id] * num_inner_tokens, config.eoi_token_id]
     collapsed = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]
     result: list[int] = []
     index = 0

@@ -60,7 +60,7 @@ def decode_without_sync(
     decode_step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate tokens; passed to ``generate`` as ``custom_generate``.
+    """Generate tokens, as ``custom_generate`` of ``generate``.
 
     ``generate`` passes all arguments except the following two, which its caller may add.
 
@@ -129,7 +129,7 @@ def decode_without_sync(
             break
         # The prompt's positions and lengths, which _expand_inputs_for_generation has added.
         prompt = model_kwargs["expanded_prompt"]
-        # advance_decode_inputs updates them in place; without a static cache, it returns False.
+        # With a static cache, the inputs are updated in place; otherwise the result is False.
         if inputs is None or not model.advance_decode_inputs(
             inputs, tokens_B[:, None], prompt, length - prompt_length
         ):
@@ -168,7 +168,7 @@ def _is_from_transformers(processor_or_criterion: Any) -> bool:
 
 
 class FinishedTracker:
-    """Copies each step's flags, and its tokens for a streamer, to the host asynchronously.
+    """A tracker that copies flags, and tokens for a streamer, to the host asynchronously.
 
     Args:
         unfinished_B: Unfinished flags; only their device and number are used.
@@ -233,8 +233,7 @@ class _CachedSuppressTokens(LogitsProcessor):
 
     is_suppressed: Tensor | None
 
-    # Any, because transformers declares torch.LongTensor and torch.FloatTensor, which mypy does not
-    # take for Tensor.
+    # Any in place of Tensor, because transformers declares torch.LongTensor and torch.FloatTensor.
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self.is_suppressed is None:
             self.is_suppressed = self.processor(input_ids, torch.zeros_like(scores[:1])).isinf()

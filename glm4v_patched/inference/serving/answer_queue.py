@@ -206,11 +206,11 @@ class AnswerQueue:
             raise RuntimeError(
                 f"{len(unfinished)} of {len(sequences)} answers were not generated to their end"
             )
-        batch_size = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
-        duration = f"in {time.monotonic() - start:.1f} s{batch_size}"
+        duration = f"in {time.monotonic() - start:.1f} s"
+        batch_note = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
         for seq in sequences:
             counts = f"{seq.num_prompt_tokens} prompt tokens, {seq.num_tokens} generated"
-            log(request.model or "model", f"{counts} {duration}: {seq.reason}")
+            log(request.model or "model", f"{counts} {duration}{batch_note}: {seq.reason}")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -297,7 +297,7 @@ class AnswerSequence(AnswerStreamer):
 
 
 class SequenceStopping(StoppingCriteria):
-    """Passes each new token to its :class:`AnswerSequence`, which decides whether to stop."""
+    """A criterion that asks each :class:`AnswerSequence` whether its answer ends with its token."""
 
     def __init__(self, sequences: Sequence[AnswerSequence]):
         self.sequences = sequences

@@ -118,23 +118,23 @@ class Connection(asyncio.Protocol):
 def track_requests(app: Application) -> Application:
     """Wrap an application to tell each :class:`Connection` how much of its request has arrived."""
 
-    async def tracking(scope: Message, receive: Receive, send: Send) -> None:
+    async def tracked_app(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         connection = scope["state"].pop(CONNECTION_KEY)
         connection.has_head, connection.has_body = True, scope["method"] != "POST"
 
-        async def receive_tracking() -> Message:
+        async def tracked_receive() -> Message:
             message = await receive()
             connection.has_body = connection.has_body or not message.get("more_body", False)
             return message
 
         try:
-            await app(scope, receive_tracking, send)
+            await app(scope, tracked_receive, send)
         finally:
             connection.wait_for_request()
 
-    return tracking
+    return tracked_app
 
 
 def find_connection_limits() -> tuple[int, int]:

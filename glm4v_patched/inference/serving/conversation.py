@@ -106,7 +106,7 @@ def drop_neutral_keys(
     neutral: dict[str, tuple[Any, ...]],
     prefix: str = "",
 ) -> dict[str, Any]:
-    """Return the keys that may change an answer.
+    """Return the keys that may change an answer, with their values.
 
     Keys with the value null are always dropped.
 

@@ -104,7 +104,11 @@ class Guard:
         return receive_again
 
     def _count_bytes(self, scope_id: int, size: int) -> None:
-        """Add bytes to a request's size; raise ``ApiError`` if all requests are too large then."""
+        """Add bytes to a request's size.
+
+        Raises:
+            ApiError: All requests together would exceed the limit.
+        """
         if sum(self.buffered.values()) + size > self.limits.max_buffered_bytes:
             raise self._out_of_memory(f"{size:,} more bytes")
         self.buffered[scope_id] += size
@@ -177,7 +181,7 @@ class Guard:
                 excess -= self.buffered[other]
                 self.buffered[other] = 0
                 self.evicted.add(other)
-                deadline.reschedule(asyncio.get_running_loop().time())  # ends its read
+                deadline.reschedule(asyncio.get_running_loop().time())  # ends the other's read
         return excess <= 0 and scope_id not in self.evicted
 
     def _out_of_memory(self, refused: str) -> ApiError:
@@ -225,7 +229,8 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 def require_json(headers: dict[bytes, bytes]) -> None:
     """Raise ``ApiError`` unless the content type is JSON.
 
-    A web page may send some other types to any server, without a CORS preflight request.
+    Other types are refused, because a web page may send some of them to any server without a CORS
+    preflight request.
     """
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     if content_type.partition(";")[0].strip().lower() != "application/json":

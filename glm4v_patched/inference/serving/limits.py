@@ -20,7 +20,7 @@ MAX_MEGAPIXELS = 178
 MAX_TEXT_BYTES = 10**6
 """Bytes of text in a request; 8,192 tokens, the model's context length, take about 30,000."""
 MAX_JSON_VALUES = 50_000
-"""JSON values in a request; parsed, a value may take a hundred times the memory of its text."""
+"""JSON values in a request. Parsed, a value may take a hundred times the memory of its text."""
 MAX_JSON_DEPTH = 64  # levels of nested lists and objects
 MAX_BUFFERED_BODIES = 8
 """How many bodies of the maximum size may be in memory. Each is there in three forms: as bytes, as
@@ -32,7 +32,7 @@ class ServerLimits:
     """Limits of requests.
 
     Args:
-        api_key: Key that clients must send; None requires none.
+        api_key: Key that clients must send; None if they need no key.
         hosts: Host names that clients may use, besides numeric addresses; None allows any. This
             prevents DNS rebinding, an attack by a web page whose host name is made to resolve to
             this machine.
@@ -42,7 +42,8 @@ class ServerLimits:
         max_images: Images in a request. Each takes 15 MB and 1,602 tokens in the model.
         allow_urls: Whether images are fetched by http(s), from the public internet.
         max_requests: Maximum number of requests that wait or are being answered.
-        max_buffered_bodies: Memory for the bodies of all requests, in ``max_body_bytes``.
+        max_buffered_bodies: Memory for the bodies of all requests, as a multiple of
+            ``max_body_bytes``.
     """
 
     api_key: str | None = option(

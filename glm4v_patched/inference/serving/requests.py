@@ -237,16 +237,16 @@ def read_request(
         request = request_type.model_validate(values)
     except ValidationError as error:
         raise _validation_error(error, request_type) from None
-    max_tokens = {k: v for k, v in request if k in MAX_TOKENS_KEYS and v is not None}
-    if len({*max_tokens.values()}) > 1:
-        both = " and ".join(f"{key} is {value}" for key, value in max_tokens.items())
+    token_limits = {k: v for k, v in request if k in MAX_TOKENS_KEYS and v is not None}
+    if len({*token_limits.values()}) > 1:
+        both = " and ".join(f"{key} is {value}" for key, value in token_limits.items())
         raise ApiError(400, f"{both}, but both mean the same: send one of them", "max_tokens")
     common = {key: value for key, value in request if key in BaseRequest.model_fields}
     common["model"] = resolve_model_name(request.model, names)
     return ParsedRequest.model_construct(
         **common | _parse_prompt(request, stored),
         generation=_parse_generation(request, defaults),
-        max_tokens=next(iter(max_tokens.values()), None),
+        max_tokens=next(iter(token_limits.values()), None),
     )
 
 

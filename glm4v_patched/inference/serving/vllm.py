@@ -121,7 +121,7 @@ def vllm_environment(limits: ServerLimits) -> dict[str, str]:
 
 
 def _rank_for_vllm(folder: Path) -> int:
-    """Return the smallest of :data:`LORA_RANKS` that is not below the rank of adapters.
+    """Return the smallest of :data:`LORA_RANKS` that is at least the rank of the adapters.
 
     vLLM pads the adapters to this rank with zeros.
 
@@ -145,6 +145,6 @@ def _rank_for_vllm(folder: Path) -> int:
         )
     if problem:
         merge = own_command("merge", str(folder), "--out", "merged")
-        cure = f"merge them ({merge}) and serve the result, or use --engine transformers"
-        raise ValueError(f"{folder}: {problem}; {cure}")
+        advice = f"merge them ({merge}) and serve the result, or use --engine transformers"
+        raise ValueError(f"{folder}: {problem}; {advice}")
     return next(rank for rank in LORA_RANKS if rank >= config["r"])
