@@ -88,10 +88,12 @@ def _answer_missing(
             file.add(line)
     except (KeyboardInterrupt, RuntimeError):
         if file.lines:
-            without = " without --overwrite" if file.overwrite else ""
+            command = "the same command"
+            if file.overwrite:
+                command += " without --overwrite"
             print(
                 f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}; "
-                f"the same command{without} generates the others",
+                f"{command} generates the others",
                 file=sys.stderr,
             )
         raise

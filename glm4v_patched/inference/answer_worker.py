@@ -1,8 +1,8 @@
 """Answer batches of questions with a loaded model.
 
 ``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`. It uses
-the single GPU that it sees, reads pickled options and all of its batches from stdin, writes the
-pickled answers to each batch to stdout, and ends when its stdin is closed.
+the single GPU that it sees. It reads pickled options and all of its batches from stdin, and writes
+the pickled answers to each batch to stdout. It ends when its stdin is closed.
 """
 
 import pickle

@@ -169,7 +169,7 @@ class AnswersFile:
         return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
 
     def add(self, line: AnswerLine) -> None:
-        """Write an answer without a buffer, so that a killed process loses no answer."""
+        """Write an answer without a buffer, so that none is lost if the process is killed."""
         if self.replaces_content:
             recorded_path = settings_path(self.path)
             with explain_failed_writes(recorded_path), open_atomically(recorded_path) as settings:

@@ -97,12 +97,15 @@ def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> d
     Scores of boxes and operations are means over the rows whose reference has a box or operation.
     They are left out if there is no such row.
     """
-    own = [line for line in lines if not line.question.swapped]
-    swapped = [line for line in lines if line.question.swapped]
-    num_cut = sum(line.finish_reason == "length" for line in own)
-    scores: dict[str, Any] = {"rows": len(own), "rows_swapped": len(swapped), "rows_cut": num_cut}
+    own_lines = [line for line in lines if not line.question.swapped]
+    swapped_lines = [line for line in lines if line.question.swapped]
+    scores: dict[str, Any] = {
+        "rows": len(own_lines),
+        "rows_swapped": len(swapped_lines),
+        "rows_cut": sum(line.finish_reason == "length" for line in own_lines),
+    }
     for name, metric in metrics.items():
-        for suffix, group in (("", own), ("_swapped", swapped)):
+        for suffix, group in (("", own_lines), ("_swapped", swapped_lines)):
             pairs = [(line.answer, line.question.reference or "") for line in group]
             pairs = [pair for pair in pairs if metric_applies(name, pair[1])]
             if pairs or name in scores or name not in BOX_METRICS | OPERATION_METRICS:

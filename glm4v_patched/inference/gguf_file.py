@@ -257,8 +257,8 @@ def _add_language_metadata(writer: Any, config: "ChatGLMConfig") -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.multi_query_group_num)
     writer.add_layer_norm_rms_eps(config.layernorm_epsilon)
-    # The square, because llama.cpp divides the exponents of the frequencies by the number of
-    # channels of a head, and our model by half of it, the number of rotated channels.
+    # llama.cpp divides the exponents of the frequencies by the number of channels of a head. Our
+    # model divides them by the number of rotated channels, half of it, so the base is squared here.
     writer.add_rope_freq_base((10000.0 * config.rope_ratio) ** 2)
     num_pairs = config.kv_channels // 4
     writer.add_rope_dimension_sections([num_pairs, 0, 0, num_pairs])
@@ -281,12 +281,12 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     steps = (settings["pre_tokenizer"] or {}).get("pretokenizers", [])
     has_our_types = [step["type"] for step in steps] == ["Split", "ByteLevel"]
     has_our_steps = has_our_types and steps[0]["pattern"].get("Regex") == SPLIT_PATTERN
-    stripping = [token["content"] for token in added_tokens if token["lstrip"] or token["rstrip"]]
-    if not has_our_steps or settings["normalizer"] or stripping:
+    stripping_tokens = [t["content"] for t in added_tokens if t["lstrip"] or t["rstrip"]]
+    if not has_our_steps or settings["normalizer"] or stripping_tokens:
         raise ValueError(
             f"tokenizer.json: normalizer {settings['normalizer']!r:.60}, pre_tokenizer "
-            f"{steps!r:.200}, tokens that strip spaces {stripping!r:.60}; a GGUF file can only "
-            f"express byte-level BPE with glm-4v's pattern {SPLIT_PATTERN}"
+            f"{steps!r:.200}, tokens that strip spaces {stripping_tokens!r:.60}; a GGUF file can "
+            f"only express byte-level BPE with glm-4v's pattern {SPLIT_PATTERN}"
         )
     texts = {token_id: (text, TokenType.NORMAL) for text, token_id in model["vocab"].items()}
     for token in added_tokens:
@@ -295,10 +295,10 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     size = config.padded_vocab_size
     special_ids = {"padding": config.pad_token_id} if config.pad_token_id is not None else {}
     special_ids |= dict(zip(END_KEYS, _eos_token_ids(config), strict=False))
-    if wrong := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
+    if wrong_ids := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
         raise ValueError(
-            f"tokenizer.json or config.json has the ids {listed(wrong)}; expected ids of 0 or more "
-            f"and below padded_vocab_size, {size:,}"
+            f"tokenizer.json or config.json has the ids {listed(wrong_ids)}; expected ids of 0 or "
+            f"more and below padded_vocab_size, {size:,}"
         )
     tokens = [texts.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model("gpt2")

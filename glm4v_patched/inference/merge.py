@@ -219,10 +219,10 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
             placeholder = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
-    adapted = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
+    peft_model = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PEFT_PREFIX)}.weight": module
-        for name, module in adapted.named_modules()
+        for name, module in peft_model.named_modules()
         if isinstance(module, LoraLayer)
     }
     not_linear = [

@@ -107,7 +107,7 @@ def swap_images(questions: Sequence[Question], image_digests: Mapping[str, str])
             groups[num_images,].append(question)
             groups[num_images, text_of(question.prompt[-1])].append(question)
     partners: dict[int, Question] = {}
-    for key in sorted(groups, key=len):  # partners from groups with the same text replace others
+    for key in sorted(groups, key=len):  # the last groups have equal texts; their partners win
         partners |= _find_partners(groups[key], image_digests)
     return [
         question._replace(
@@ -131,17 +131,17 @@ def _find_partners(
     ]
     # The search skips runs of equal values. To try each question would take minutes if most of them
     # are equal.
-    next_reference = _steps_to_next_different([question.reference for question in shuffled])
-    next_images = _steps_to_next_different(images)
+    reference_steps = _steps_to_next_different([question.reference for question in shuffled])
+    image_steps = _steps_to_next_different(images)
     partners: dict[int, Question] = {}
     for index, question in enumerate(shuffled):
-        steps = next_reference[index]
+        steps = reference_steps[index]
         while steps < len(shuffled):
             other = (index + steps) % len(shuffled)
             if shuffled[other].reference == question.reference:
-                steps += next_reference[other]
+                steps += reference_steps[other]
             elif images[other] == images[index]:
-                steps += next_images[other]
+                steps += image_steps[other]
             elif images[other] & images[index]:
                 steps += 1
             else:

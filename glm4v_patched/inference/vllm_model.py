@@ -49,7 +49,7 @@ class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
 class RefuseTowerAdapters(WeightsMapper):
     """A weight mapper that refuses adapters on the vision tower.
 
-    vLLM would load them without an error, and not apply them.
+    vLLM itself would load them without an error, but not apply them.
     """
 
     def _map_name(self, key: str) -> str | None:

@@ -52,7 +52,7 @@ def chat_in_browser(options: Namespace) -> None:
         hosts=allowed_hosts(PAGE_HOST, None),
         max_body_bytes=MAX_PAGE_BODY_BYTES,
     )
-    # The key is in the fragment (#), which browsers do not send and no log of requests contains.
+    # The key is in the fragment (#). Browsers do not send it, so no log of requests contains it.
     fragment = {"key": limits.api_key} | ({"system": options.system} if options.system else {})
 
     def print_address() -> None:

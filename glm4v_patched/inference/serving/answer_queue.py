@@ -282,9 +282,9 @@ class AnswerSequence(AnswerStreamer):
         if self.is_stopped:
             return
         text = self.withheld + (text if self.has_begun or self.withheld else text.lstrip())
-        stops = [index for stop in self.stop_texts if (index := text.find(stop)) >= 0]
-        if stops:
-            text, self.is_stopped = text[: min(stops)], True
+        stop_starts = [index for stop in self.stop_texts if (index := text.find(stop)) >= 0]
+        if stop_starts:
+            text, self.is_stopped = text[: min(stop_starts)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
             # All but the last character of a stop text may already be at the end.

@@ -188,7 +188,8 @@ def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], 
     options["timeout_graceful_shutdown"] = 2 * SHUTDOWN_TIMEOUT_S  # longer than in Connection.end
     options["http"] = partial(Connection, connections, max_connections)
     # asyncio accepts up to `backlog` connections per loop iteration before any protocol is called.
-    # It also sets the kernel's backlog to this number; Server.startup sets that to LISTEN_BACKLOG.
+    # It sets the kernel's backlog to the same number, which Server.startup changes to
+    # LISTEN_BACKLOG.
     options |= {"backlog": accepted_at_once, "loop": "asyncio"}
     server = Server(uvicorn.Config(track_requests(app), **options))
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN

@@ -31,7 +31,8 @@ PAGE_PATH = "/"
 """Path of ``chat --web``'s page. It needs no API key, because only the loaded page can send one."""
 BODY_TIMEOUT_S = 60
 READER_THREADS = 64
-"""Threads that parse bodies and fetch images; many, so that slow image hosts delay no others."""
+"""Threads that parse bodies and fetch images. There are many, so that a slow image host does not
+delay other requests."""
 SINGLE_HEADERS = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
 """Headers that may occur only once. If there were two, a proxy could read the first, and this
 server the second."""

@@ -33,9 +33,9 @@ class ServerLimits:
 
     Args:
         api_key: Key that clients must send; None if they need no key.
-        hosts: Host names that clients may use, besides numeric addresses; None allows any. This
-            prevents DNS rebinding, an attack by a web page whose host name is made to resolve to
-            this machine.
+        hosts: Host names that clients may use, besides numeric addresses; None allows any. The list
+            prevents DNS rebinding: a web page whose own host name resolves to this machine could
+            send requests to the server.
         max_body_bytes: Maximum size of a request's body.
         max_pixels: Maximum number of pixels of one image. All images of a request together may have
             :data:`MAX_PIXELS_FACTOR` times as many.

@@ -35,8 +35,8 @@ KEYS_WITHOUT_IMAGES = ("metadata", "tools")
 FETCH_TIMEOUT_S = 60
 SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# This module checks sizes itself. It ignores Pillow's warning for good, because ignoring a warning
-# temporarily is not thread-safe.
+# This module checks sizes itself, so it disables Pillow's warning. It does so permanently, because
+# warnings.catch_warnings is not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 

@@ -241,10 +241,10 @@ def read_request(
     if len({*token_limits.values()}) > 1:
         both = " and ".join(f"{key} is {value}" for key, value in token_limits.items())
         raise ApiError(400, f"{both}, but both mean the same: send one of them", "max_tokens")
-    common = {key: value for key, value in request if key in BaseRequest.model_fields}
-    common["model"] = resolve_model_name(request.model, names)
+    common_fields = {key: value for key, value in request if key in BaseRequest.model_fields}
+    common_fields["model"] = resolve_model_name(request.model, names)
     return ParsedRequest.model_construct(
-        **common | _parse_prompt(request, stored),
+        **common_fields | _parse_prompt(request, stored),
         generation=_parse_generation(request, defaults),
         max_tokens=next(iter(token_limits.values()), None),
     )
