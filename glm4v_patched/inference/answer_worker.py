@@ -89,24 +89,24 @@ class Answerer:
     def answer(
         self,
         prompts: Sequence[Any],
-        first_row: int = 0,
+        seed_offset: int = 0,
         streamer: "AnswerStreamer | None" = None,
     ) -> list[Answer]:
         """Answer a batch of prompts.
 
         Args:
             prompts: Lists of messages, or texts to continue.
-            first_row: Number of the batch's first row. The random generator is seeded with it and
-                the option ``seed``, so samples do not depend on earlier batches.
+            seed_offset: A number that differs between batches, such as that of the first row. It
+                and the option ``seed`` determine the samples, whatever batches came before.
             streamer: Receives tokens as they are generated; only for a single prompt.
         """
-        return self.answer_encoded(self.encode(prompts), first_row, streamer)
+        return self.answer_encoded(self.encode(prompts), seed_offset, streamer)
 
     def answer_encoded(
-        self, batch, first_row: int = 0, streamer: "AnswerStreamer | None" = None
+        self, batch, seed_offset: int = 0, streamer: "AnswerStreamer | None" = None
     ) -> list[Answer]:
         """Answer a batch that :meth:`encode` has made; see :meth:`answer`."""
-        new_tokens = self.generate(batch, self.generation, first_row, streamer)
+        new_tokens = self.generate(batch, self.generation, seed_offset, streamer)
         texts = self.processor.batch_decode(new_tokens, skip_special_tokens=True)
         eos_token_ids = torch.tensor(self.eos_token_ids, device=new_tokens.device)
         has_eos = torch.isin(new_tokens, eos_token_ids).any(-1).tolist()
@@ -119,14 +119,14 @@ class Answerer:
         self,
         batch,
         generation: Generation,
-        first_row: int = 0,
+        seed_offset: int = 0,
         streamer: "AnswerStreamer | None" = None,
         **generate_kwargs: Any,
     ) -> torch.Tensor:
         """Return the generated tokens of each sequence, ``(B, new_tokens)`` int64.
 
         Args:
-            first_row, streamer: See :meth:`answer`.
+            seed_offset, streamer: See :meth:`answer`.
             generate_kwargs: More arguments of the model's ``generate``.
 
         Raises:
@@ -140,9 +140,9 @@ class Answerer:
             pad_token_id=self.model.config.pad_token_id,
         )
         if generation.do_sample:
-            # The factor keeps rows under different seeds from getting the same torch seed. The
-            # modulo keeps the result in the range that torch accepts.
-            torch.manual_seed((generation.seed * 1_000_003 + first_row) % 2**64)
+            # Thanks to the factor, seed 0 with offset 1 differs from seed 1 with offset 0. The
+            # modulo keeps the number in the range that torch accepts.
+            torch.manual_seed((generation.seed * 1_000_003 + seed_offset) % 2**64)
         batch_size, length = batch["input_ids"].shape
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it cannot be trained afterwards.

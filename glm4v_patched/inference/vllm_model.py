@@ -71,7 +71,10 @@ def _refuse_tower_adapters(mapper: WeightsMapper) -> RefuseTowerAdapters:
     dummy_inputs=glm4v.GLM4VDummyInputsBuilder,
 )
 class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
-    """glm-4v: an image's inner tokens share one position, and image tokens are not generated."""
+    """glm-4v, with one position for the tokens between an image's begin and end.
+
+    It does not generate image tokens.
+    """
 
     hf_to_vllm_mapper = _refuse_tower_adapters(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
 
