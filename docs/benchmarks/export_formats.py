@@ -23,7 +23,7 @@ from reading_runs import SIZES
 
 from glm4v_patched.cli import main as run
 from glm4v_patched.engine.trainable import build_random_model
-from glm4v_patched.inference.export import EXPORT_FORMATS, require_compressor
+from glm4v_patched.inference.export import EXPORT_FORMATS, require_llm_compressor
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
@@ -207,7 +207,7 @@ def main() -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
         return None
     try:
-        require_compressor()
+        require_llm_compressor()
     except RuntimeError as error:
         parser.error(str(error))
     if existing := [name for name in EXPORT_FORMATS if (folder / name).exists()]:

@@ -61,8 +61,8 @@ def answer_questions(
     """Answer questions that have been read already; see :func:`answer_file`.
 
     Args:
-        settings: From :func:`answer_settings`.
-        out: None writes no file.
+        settings: The result of :func:`answer_settings`.
+        out: JSONL file; None writes no file.
     """
     from ..data.check import require_images
     from .answer_worker import require_context_length
@@ -88,9 +88,9 @@ def _answer_missing(
             file.add(line)
     except (KeyboardInterrupt, RuntimeError):
         if file.lines:
-            command = (
-                "the same command without --overwrite" if file.overwrite else "the same command"
-            )
+            command = "the same command"
+            if file.overwrite:
+                command += " without --overwrite"
             print(
                 f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}; "
                 f"{command} generates the others",
@@ -102,7 +102,11 @@ def _answer_missing(
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
-    """Yield the answers; print how many of ``total`` rows have one, and the speed at the end."""
+    """Yield the answers, show the progress, and print the speed at the end.
+
+    Args:
+        total: Number of all rows. Those that are not in ``questions`` are answered already.
+    """
     start, first_answer_s = time.monotonic(), 0.0
     with show_progress("answering", total=total, done=total - len(questions)) as progress:
         for question, answer in generate_answers(options, base, questions):
@@ -113,90 +117,103 @@ def _answer_with_progress(
 
 
 def describe_speed(num_rows: int, seconds: float, first_answer_s: float) -> str:
-    """Return the line that is printed at the end; :mod:`..bench.answers` parses it."""
-    total = f"{pluralize(num_rows, 'row')} answered in {seconds:.1f} s"
-    return f"{total}, the first after {first_answer_s:.1f} s"
+    """Return a line with the time of all answers and of the first.
+
+    :mod:`..bench.answers` parses this line.
+    """
+    rows = pluralize(num_rows, "row")
+    return f"{rows} answered in {seconds:.1f} s, the first after {first_answer_s:.1f} s"
 
 
 def answer_settings(
     options: AnswerOptions,
     base: ModelSource,
     questions: Sequence[Question],
-    images: Mapping[str, str],
+    image_digests: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the identity of the model, the digest of the data and the generation options.
+    """Return what determines the answers: model, digest of the data, and generation options.
 
     Batch size and number of processes are left out, because they change answers only by rounding.
 
     Args:
-        images: sha256 of each image file, by path.
+        image_digests: sha256 of each image file, by path.
     """
     generation = asdict(options.generation) | {"weights": options.weights}
-    generation |= {} if options.dtype == "auto" else {"dtype": options.dtype}
-    data = digest_questions(questions, images)
+    if options.dtype != "auto":
+        generation["dtype"] = options.dtype
+    data = digest_questions(questions, image_digests)
     return {"model": identify(base), "data": data, "options": generation}
 
 
 def generate_answers(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Yield each question with its answer, in order, from this process or several workers."""
+    """Yield each question with its answer, in order.
+
+    This process answers, or several worker processes do.
+    """
     from .answer_worker import Answer, answer_batches, decide_dtype, split_into_batches
 
     placement = options.placement()
     batches = list(split_into_batches(questions, options.batch_size))
-    processes = min(placement.processes, len(batches))
-    if processes == 1:
-        replies: Generator[list[Any], None, None] = answer_batches(options, base, batches)
+    num_workers = min(placement.processes, len(batches))
+    if num_workers == 1:
+        batch_answers: Generator[list[Any], None, None] = answer_batches(options, base, batches)
     else:
-        options = replace(options, dtype=decide_dtype(options, base, processes))
-        environments = worker_environments(processes, placement.on_cpu)
-        replies = _answer_in_processes(options, base, batches, environments)
-    with closing(replies):
-        for batch, answers in zip(batches, replies, strict=True):
+        options = replace(options, dtype=decide_dtype(options, base, num_workers))
+        environments = worker_environments(num_workers, placement.on_cpu)
+        batch_answers = _answer_in_workers(options, base, batches, environments)
+    with closing(batch_answers):
+        for batch, answers in zip(batches, batch_answers, strict=True):
             yield from zip(batch, (Answer(*answer) for answer in answers), strict=True)
 
 
-def _answer_in_processes(
+def _answer_in_workers(
     options: AnswerOptions,
     base: ModelSource,
     batches: Sequence[Sequence[Question]],
     environments: list[dict[str, str]],
 ) -> Generator[list[Any], None, None]:
-    """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
+    """Yield the answers to each batch, in order. The workers take batches in turn.
+
+    Args:
+        environments: The environment variables of each worker.
+    """
     command = python_module_command("glm4v_patched.inference.answer_worker")
-    # In sessions of their own, the workers do not receive Ctrl-C.
-    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
-    processes: list[Any] = [Popen(command, env=variables, **pipes) for variables in environments]
+    # Each worker has its own session, so that Ctrl-C in the terminal does not reach it.
+    popen_kwargs: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    workers: list[Any] = [
+        Popen(command, env=variables, **popen_kwargs) for variables in environments
+    ]
     try:
-        for number, process in enumerate(processes):
+        for index, worker in enumerate(workers):
             with suppress(OSError):  # a worker that has ended is reported where its reply is read
-                pickle.dump((options, base, batches[number :: len(processes)]), process.stdin)
-                process.stdin.flush()  # stays open, because the worker ends when stdin is closed
-        for batch, process in zip(batches, cycle(processes), strict=False):
+                pickle.dump((options, base, batches[index :: len(workers)]), worker.stdin)
+                worker.stdin.flush()  # stays open, because the worker ends when stdin is closed
+        for batch, worker in zip(batches, cycle(workers), strict=False):
             try:
-                reply = pickle.load(process.stdout)
+                reply = pickle.load(worker.stdout)
             except (EOFError, pickle.UnpicklingError):  # no reply, or only a part of it
                 raise RuntimeError(
                     f"the process that answered rows {[question.row for question in batch]} ended "
-                    f"with status {process.wait()}. If the system killed it because memory ran "
+                    f"with status {worker.wait()}. If the system killed it because memory ran "
                     "out, lower --batch-size or --processes"
                 ) from None
-            if isinstance(reply, str):
+            if isinstance(reply, str):  # an error message
                 raise RuntimeError(reply)
             yield reply
     finally:
-        for process in processes:
-            process.kill()
+        for worker in workers:
+            worker.kill()
             with suppress(OSError):  # communicate flushes stdin, which the worker no longer reads
-                process.communicate()
+                worker.communicate()
 
 
-def worker_environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
-    """Return each worker's environment, with one of the GPUs that this process sees."""
-    shared = training_environment(processes, on_cpu)
+def worker_environments(num_workers: int, on_cpu: bool) -> list[dict[str, str]]:
+    """Return each worker's environment variables, with one of the GPUs that this process sees."""
+    common = training_environment(num_workers, on_cpu)
     if on_cpu:
-        return [shared] * processes
+        return [common] * num_workers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(number) for number in range(processes)]
-    return [shared | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]
+    gpus = visible.split(",") if visible else [str(index) for index in range(num_workers)]
+    return [common | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:num_workers]]

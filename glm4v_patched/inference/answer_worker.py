@@ -1,8 +1,8 @@
 """Answer batches of questions with a loaded model.
 
 ``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`. It uses
-the single GPU that it sees, reads pickled options and all of its batches from stdin, writes the
-pickled answers to each batch to stdout, and ends when its stdin is closed.
+the single GPU that it sees. It reads pickled options and all of its batches from stdin, and writes
+the pickled answers to each batch to stdout. It ends when its stdin is closed.
 """
 
 import pickle
@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 
 class AnswerStreamer(TextStreamer):
-    """Calls ``on_text`` with an answer's text as it is generated, without leading white space."""
+    """A streamer that calls ``on_text`` with new text, without white space at the beginning."""
 
     def __init__(self, tokenizer, on_text: Callable[[str], object]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -56,8 +56,8 @@ class AnswerStreamer(TextStreamer):
 class Answerer:
     """A loaded model that answers questions.
 
-    With a static KV cache, :func:`.decoding.loop.decode_without_sync` decodes, on a GPU as a CUDA
-    graph. Beam search always uses a dynamic cache.
+    With a static KV cache, :func:`.decoding.loop.decode_without_sync` generates the tokens, on a
+    GPU with a CUDA graph for each step. Beam search always uses a dynamic cache.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Answerer:
         """
         Args:
             cache: "static" or "dynamic".
-            check_finite: Whether NaN or infinite logits raise an error with a dynamic cache, as
-                they always do with a static one. Must be False if processes gather sharded weights:
-                a process that stops with an error would block the others.
+            check_finite: Whether NaN or infinite logits raise an error if the cache is dynamic.
+                If it is static, they always do. Use False if processes gather sharded weights,
+                because a process that stops with an error would block the others.
         """
         self.model, self.processor = loaded
         self.generation, self.check_finite = generation, check_finite
@@ -81,52 +81,53 @@ class Answerer:
             self.caches = StaticCaches(self.model, CACHE_LENGTH_STEP)
         is_cuda = self.model.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.model.device) if is_cuda else None
-        own, config = self.model.generation_config, self.model.config
-        eos = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
-        self.end_ids = [eos] if isinstance(eos, int) else list(eos)
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            eos = self.model.config.eos_token_id
+        self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos)
 
     def answer(
         self,
         prompts: Sequence[Any],
-        first_row: int = 0,
+        seed_offset: int = 0,
         streamer: "AnswerStreamer | None" = None,
     ) -> list[Answer]:
         """Answer a batch of prompts.
 
         Args:
             prompts: Lists of messages, or texts to continue.
-            first_row: Number of the batch's first row. It and the seed initialize the random
-                generator, so sampling does not depend on the batches before.
+            seed_offset: A number that differs between batches, such as that of the first row. It
+                and the option ``seed`` determine the samples, whatever batches came before.
             streamer: Receives tokens as they are generated; only for a single prompt.
         """
-        return self.answer_encoded(self.encode(prompts), first_row, streamer)
+        return self.answer_encoded(self.encode(prompts), seed_offset, streamer)
 
     def answer_encoded(
-        self, batch, first_row: int = 0, streamer: "AnswerStreamer | None" = None
+        self, batch, seed_offset: int = 0, streamer: "AnswerStreamer | None" = None
     ) -> list[Answer]:
         """Answer a batch that :meth:`encode` has made; see :meth:`answer`."""
-        new_tokens = self.generate(batch, self.generation, first_row, streamer)
+        new_tokens = self.generate(batch, self.generation, seed_offset, streamer)
         texts = self.processor.batch_decode(new_tokens, skip_special_tokens=True)
-        end_ids = torch.tensor(self.end_ids, device=new_tokens.device)
-        has_end = torch.isin(new_tokens, end_ids).any(-1).tolist()
+        eos_token_ids = torch.tensor(self.eos_token_ids, device=new_tokens.device)
+        has_eos = torch.isin(new_tokens, eos_token_ids).any(-1).tolist()
         return [
             Answer(text.strip(), "stop" if is_complete else "length")
-            for text, is_complete in zip(texts, has_end, strict=True)
+            for text, is_complete in zip(texts, has_eos, strict=True)
         ]
 
     def generate(
         self,
         batch,
         generation: Generation,
-        first_row: int = 0,
+        seed_offset: int = 0,
         streamer: "AnswerStreamer | None" = None,
-        **options: Any,
+        **generate_kwargs: Any,
     ) -> torch.Tensor:
         """Return the generated tokens of each sequence, ``(B, new_tokens)`` int64.
 
         Args:
-            first_row, streamer: See :meth:`answer`.
-            options: More arguments of the model's ``generate``.
+            seed_offset, streamer: See :meth:`answer`.
+            generate_kwargs: More arguments of the model's ``generate``.
 
         Raises:
             NonFiniteLogits: The model computes NaN or infinite logits.
@@ -135,26 +136,31 @@ class Answerer:
         # Replaces the whole config, so that options in the model's folder have no effect.
         self.model.generation_config = GenerationConfig(
             **generation.to_kwargs(),
-            eos_token_id=self.end_ids,
+            eos_token_id=self.eos_token_ids,
             pad_token_id=self.model.config.pad_token_id,
         )
         if generation.do_sample:
-            # The factor separates the rows of different seeds; the modulo keeps torch's range.
-            torch.manual_seed((generation.seed * 1_000_003 + first_row) % 2**64)
+            # Thanks to the factor, seed 0 with offset 1 differs from seed 1 with offset 0. The
+            # modulo keeps the number in the range that torch accepts.
+            torch.manual_seed((generation.seed * 1_000_003 + seed_offset) % 2**64)
         batch_size, length = batch["input_ids"].shape
         try:
-            # no_grad: weights that ZeRO-3 gathers in inference_mode cannot be trained again.
+            # Not inference_mode: weights that ZeRO-3 gathers in it cannot be trained afterwards.
             with torch.no_grad():
                 if self.caches is not None:
                     max_length = length + generation.max_new_tokens
-                    options |= self.caches.generate_kwargs(batch_size, max_length)
+                    generate_kwargs |= self.caches.generate_kwargs(batch_size, max_length)
                 elif self.check_finite:
-                    processors = options.get("logits_processor", [])
-                    options["logits_processor"] = [*processors, RequireFiniteLogits()]
+                    logits_processors = generate_kwargs.get("logits_processor", [])
+                    generate_kwargs["logits_processor"] = [
+                        *logits_processors,
+                        RequireFiniteLogits(),
+                    ]
                 if streamer is not None:
-                    name = "token_streamer" if "custom_generate" in options else "streamer"
-                    options[name] = streamer
-                ids = self.model.generate(**batch, **options)
+                    has_custom_loop = "custom_generate" in generate_kwargs
+                    name = "token_streamer" if has_custom_loop else "streamer"
+                    generate_kwargs[name] = streamer
+                ids = self.model.generate(**batch, **generate_kwargs)
         except NonFiniteLogits:
             raise NonFiniteLogits(describe_cause(self.model, batch)) from None
         except torch.OutOfMemoryError as error:
@@ -169,11 +175,11 @@ class Answerer:
         return self.to_device(encode(self.processor, prompts))
 
     def to_device(self, batch):
-        """Copy a batch to the model's device, and images to the model's dtype.
+        """Copy a batch to the model's device, and convert its images to the model's dtype.
 
-        Waits for the copy, so call this in another thread than the one that answers. Keep the
-        returned batch until it has been answered: a later copy may reuse its memory once it is
-        freed.
+        This blocks until the copy is complete, so call it in another thread than the one that
+        answers. Keep a reference to the returned batch until it has been answered. Otherwise, a
+        later copy may overwrite its memory.
         """
         if self.copy_stream is None:
             return batch.to(self.model.device)
@@ -193,6 +199,7 @@ def load_answerer(
 
     Args:
         base: The model's files, from ``options.find()``.
+        verbose: False in a worker, which prints nothing and gets its dtype from the main process.
     """
     dtype = decide_dtype(options, base) if verbose else options.dtype
     loaded = loading.load_with_processor(base, options.device, options.weights, verbose, dtype)
@@ -201,7 +208,11 @@ def load_answerer(
 
 
 def decide_dtype(options: ModelOptions, base: ModelSource, processes: int = 1) -> str:
-    """Return the dtype to compute in; on a CPU, print it and the reason if it was chosen here."""
+    """Return the dtype to compute in. On a CPU, resolve "auto", and print the dtype and the reason.
+
+    Args:
+        processes: Number of processes that load the model.
+    """
     if options.device != "cpu":
         return options.dtype
     dtype, reason = loading.choose_dtype(base, options.dtype, processes)
@@ -221,16 +232,20 @@ def encode(processor, prompts: Sequence[Any]) -> Any:
 
 
 def count_positions(processor, prompts: Sequence[Any]) -> list[int]:
-    """Return the number of position ids of each prompt, with 3 for each image; opens no image."""
+    """Return the number of position ids of each prompt.
+
+    An image takes 3 position ids, whatever its size, so no image is opened.
+    """
     if isinstance(prompts[0], str):
         return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
-    unexpanded = processor.tokenizer.apply_chat_template(
+    # The tokenizer, unlike the processor, puts only 3 tokens in place of an image.
+    ids_of_prompts = processor.tokenizer.apply_chat_template(
         [*prompts],
         chat_template=processor.chat_template,
         add_generation_prompt=True,
         return_dict=False,
     )
-    return [len(ids) for ids in unexpanded]
+    return [len(ids) for ids in ids_of_prompts]
 
 
 def answer_batches(
@@ -244,10 +259,11 @@ def answer_batches(
     Threads read the images of the first batches while the model loads. While a batch is answered,
     they read the images of later batches and copy the next batch to the GPU.
     """
-    processor, unread = load_processor(base), iter(batches)  # unread: batches not yet submitted
+    processor, remaining_batches = load_processor(base), iter(batches)
     num_readers = min(MAX_READERS, max(cores() - 1, 1))
-    being_read: deque = deque()  # row numbers of a batch, and the future of its inputs on the host
     readers = ThreadPoolExecutor(num_readers)
+    # Batches whose images are being read: row numbers, and the future of the inputs on the host.
+    being_read: deque[tuple[list[int], Future]] = deque()
 
     def start_reading(next_batches: Iterable[Sequence[Question]]) -> None:
         for questions in next_batches:
@@ -255,7 +271,7 @@ def answer_batches(
             being_read.append(([question.row for question in questions], inputs))
 
     try:
-        start_reading(islice(unread, num_readers + 1))
+        start_reading(islice(remaining_batches, num_readers + 1))
         answerer = load_answerer(options, base, options.generation, verbose)
 
         def start_copying() -> tuple[list[int], Future] | None:
@@ -263,12 +279,13 @@ def answer_batches(
             if not being_read:
                 return None
             rows, inputs = being_read.popleft()
-            start_reading(islice(unread, 1))
+            start_reading(islice(remaining_batches, 1))
             return rows, readers.submit(lambda: answerer.to_device(inputs.result()))
 
-        following = start_copying()
-        while following is not None:
-            (rows, inputs), following = following, start_copying()
+        next_batch = start_copying()
+        while next_batch is not None:
+            rows, inputs = next_batch
+            next_batch = start_copying()
             try:
                 answers = answerer.answer_encoded(inputs.result(), rows[0])
             except (ValueError, RuntimeError, OSError) as error:
@@ -283,14 +300,16 @@ def require_context_length(
 ) -> None:
     """Raise ``ValueError`` if a prompt and its longest answer exceed the model's context length.
 
-    The message names the longest prompt. Opens no image.
+    The message names the longest prompt. No image is opened.
     """
     processor, limit = load_processor(base), loading.load_model_config(base).seq_length
-    lengths: list[tuple[int, int]] = []
+    too_long: list[tuple[int, int]] = []  # (number of positions, row number)
     for batch in split_into_batches(questions, 64):
-        positions = count_positions(processor, [question.prompt for question in batch])
-        lengths += [(length, q.row) for q, length in zip(batch, positions, strict=True)]
-    if too_long := [(length, row) for length, row in lengths if length + max_new_tokens > limit]:
+        lengths = count_positions(processor, [question.prompt for question in batch])
+        for question, length in zip(batch, lengths, strict=True):
+            if length + max_new_tokens > limit:
+                too_long.append((length, question.row))
+    if too_long:
         length, row = max(too_long)
         raise ValueError(
             f"{len(too_long):,} of {len(questions):,} rows are too long for {max_new_tokens:,} new "
@@ -306,7 +325,10 @@ def split_into_batches(questions: Sequence[Question], size: int) -> Iterator[Seq
 
 
 def run_worker() -> None:
-    """Answer the batches on standard input and write each batch's answers to standard output."""
+    """Answer the batches on standard input and write each batch's answers to standard output.
+
+    An error is written as its message, in place of a batch's answers.
+    """
     # sys.stdout is the pipe to the parent process; send what libraries print to stderr instead.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
     options, base, batches = pickle.load(sys.stdin.buffer)

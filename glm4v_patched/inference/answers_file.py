@@ -1,7 +1,8 @@
 """The file of answers, which is written line by line and continued where an earlier run stopped.
 
-Only ``--overwrite`` replaces an existing file, when the first new answer is written. Beside the
-file, ``NAME.settings.json`` records the model, data and options of its answers. Needs no torch.
+An existing file is replaced only with ``--overwrite``, and not before the first new answer is
+written. Beside the file, ``NAME.settings.json`` records the model, data and options of its answers.
+Needs no torch.
 """
 
 import json
@@ -18,7 +19,7 @@ from ..terminal_text import shorten, write_line
 from .questions import Question
 from .scoring import exact_match
 
-OUT_CURE = "give --out another file, or replace this one (--overwrite)"
+OUT_ADVICE = "give --out another file, or replace this one (--overwrite)"
 PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """Errors that reading unexpected or damaged JSON raises."""
 
@@ -31,7 +32,7 @@ class AnswerLine(NamedTuple):
     finish_reason: str
 
     def to_json(self) -> str:
-        """Return the line, which has the question, too, so that readers do not need the data."""
+        """Return the line as JSON. It includes the question, so readers do not need the data."""
         row, prompt, reference, swapped = self.question
         values = {"row": row, "question": text_of(prompt[-1]), "images": images_of(prompt)}
         values |= {"answer": self.answer, "finish_reason": self.finish_reason}
@@ -53,20 +54,21 @@ def open_answers(
     """Open and lock a file of answers, to continue it.
 
     Args:
-        path: A missing parent folder is created.
+        path: The file. A missing parent folder is created.
         questions: The questions that the file will answer.
-        settings: Model, data and options that determine the answers; messages use these names.
+        settings: Model, data and options that determine the answers. Errors name keys that differ.
         data: Source of the questions; ``path`` may be neither its file nor one of its images.
         overwrite: Replace an existing file when the first answer is written.
 
     Raises:
-        ValueError: The file has answers of other settings, is part of the data, or is being written
-            by another process.
+        ValueError: The file's answers were made with other settings, the file is part of the data,
+            or another process is writing it.
     """
     for file_path in (path, settings_path(path)):
         require_file(file_path, alone=True)
-    for other in (data.path, *(p for q in questions for p in images_of(q.prompt))):
-        if path.exists() and Path(other).exists() and path.samefile(other):
+    image_paths = [image for question in questions for image in images_of(question.prompt)]
+    for data_path in (data.path, *image_paths):
+        if path.exists() and Path(data_path).exists() and path.samefile(data_path):
             raise ValueError(f"--out {path} is part of the data; give --out another file")
     if not overwrite:
         require_same_answer_settings(path, settings)  # before a file is created
@@ -97,23 +99,23 @@ def require_same_answer_settings(path: Path, settings: Mapping[str, Any]) -> Non
     try:
         recorded = json.loads(recorded_path.read_text(encoding="utf-8"))
         if recorded.keys() != settings.keys():
-            raise ValueError("settings of something else")
+            raise ValueError("not the settings of answers")
         before, now = dict(_flatten_settings(recorded)), dict(_flatten_settings(settings))
     except (OSError, *PARSE_ERRORS):
         raise ValueError(
             f"{recorded_path} is missing or does not name the model, data and options of the "
-            f"answers in {path.name}, so they are not replaced; {OUT_CURE}"
+            f"answers in {path.name}, so these answers are not replaced; {OUT_ADVICE}"
         ) from None
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if has_answers and differing:
-        lines = [
+        differences = [
             f"{name}: {_describe_value(before.get(name))} before, "
             f"{_describe_value(now.get(name))} now"
             for name in differing
         ]
         raise ValueError(
-            f"the answers in {path} are of another model, other data or options; {OUT_CURE}\n  "
-            + "\n  ".join(lines)
+            f"the answers in {path} are of another model, other data or options; {OUT_ADVICE}\n  "
+            + "\n  ".join(differences)
         )
 
 
@@ -135,7 +137,7 @@ class AnswersFile:
     ):
         self.path, self.file, self.overwrite = path, file, overwrite
         self.questions, self.settings = questions, settings
-        self.has_begun = False
+        self.replaces_content = True  # whether the next added line replaces the file's content
         self.lines: dict[tuple[int, bool], AnswerLine] = {}  # by row number and "swapped"
 
     def read(self) -> None:
@@ -143,9 +145,9 @@ class AnswersFile:
         unanswered = {(question.row, question.swapped): question for question in self.questions}
         self.file.seek(0)
         line_start = 0
-        for number, text in enumerate(self.file, start=1):
+        for line_number, text in enumerate(self.file, start=1):
             if not text.endswith(b"\n"):
-                write_line(f"{self.path}:{number} is cut off; this row is answered again")
+                write_line(f"{self.path}:{line_number} is cut off; this row is answered again")
                 self.file.truncate(line_start)
                 break
             line_start += len(text)
@@ -155,11 +157,11 @@ class AnswersFile:
                 line = AnswerLine(unanswered.pop(key), values["answer"], values["finish_reason"])
             except PARSE_ERRORS:
                 raise ValueError(
-                    f"{self.path}:{number} is not an answer to a row of the data, or a second "
-                    f"answer to the same row; remove the line, {OUT_CURE}"
+                    f"{self.path}:{line_number} is not an answer to a row of the data, or a second "
+                    f"answer to the same row; remove the line, {OUT_ADVICE}"
                 ) from None
             self.lines[key] = line
-        self.has_begun = line_start > 0
+        self.replaces_content = line_start == 0
 
     @property
     def missing(self) -> list[Question]:
@@ -167,17 +169,17 @@ class AnswersFile:
         return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
 
     def add(self, line: AnswerLine) -> None:
-        """Write an answer unbuffered, so that a killed process loses none."""
-        if not self.has_begun:  # only now replace what an earlier run wrote
+        """Write an answer without a buffer, so that none is lost if the process is killed."""
+        if self.replaces_content:
             recorded_path = settings_path(self.path)
             with explain_failed_writes(recorded_path), open_atomically(recorded_path) as settings:
                 settings.write(json.dumps(self.settings, indent=2).encode() + b"\n")
-                settings.flush()  # a full disk raises before the old answers are lost
+                settings.flush()  # a full disk raises an error before the old answers are lost
                 self.file.truncate(0)
-            self.has_begun = True
+            self.replaces_content = False
         content = line.to_json().encode() + b"\n"
         with explain_failed_writes(self.path):
-            while content:  # os.write may write less than all of it
+            while content:  # os.write may write only a part of it
                 content = content[os.write(self.file.fileno(), content) :]
         self.lines[line.question.row, line.question.swapped] = line
 
@@ -187,7 +189,7 @@ class AnswersFile:
 
 
 def _flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested mappings, by dotted names."""
+    """Yield the leaves of nested mappings by dotted names, such as ``("options.seed", 0)``."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flatten_settings(value, f"{prefix}{name}.")

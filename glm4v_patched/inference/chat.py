@@ -29,7 +29,9 @@ def chat(options: Namespace) -> None:
     """
     for value, name in ((options.other, "a second model"), (options.port, "--port")):
         if value is not None:
-            raise ValueError(f"{name} ({value}) is for the page: add --web, or leave it out")
+            raise ValueError(
+                f"{name} ({value}) is only used with --web: add --web, or leave it out"
+            )
     generation = from_namespace(Generation, options)
     for image in options.image:
         check_image(image)
@@ -41,7 +43,7 @@ def chat(options: Namespace) -> None:
 
     answerer = load_answerer(model_options, base, generation)
     conversation = Chat(answerer, load_model_config(base).seq_length, options.system, options.image)
-    with no_progress():  # waiting for a question is no progress
+    with no_progress():  # prints no progress while it waits for a question
         conversation.run(sys.stdin)
 
 
@@ -55,7 +57,7 @@ class Chat:
     """A conversation with a model.
 
     Args:
-        limit: The model's context length, in position ids.
+        context_length: The model's context length, in position ids.
         system: The system message.
         images: Paths of images for the first question.
         output: Where answers are written; standard output by default.
@@ -64,14 +66,15 @@ class Chat:
     def __init__(
         self,
         answerer: "Answerer",
-        limit: int,
+        context_length: int,
         system: str | None = None,
         images: Sequence[str] = (),
         output: TextIO | None = None,
     ):
-        self.answerer, self.limit, self.output = answerer, limit, output or sys.stdout
-        self.start = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict] = [*self.start]
+        self.answerer, self.context_length = answerer, context_length
+        self.output = output or sys.stdout
+        self.system_messages = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict] = [*self.system_messages]
         self.images = [*images]
         self.turn = 0
 
@@ -80,13 +83,14 @@ class Chat:
         at_terminal = lines.isatty()
         if at_terminal:
             self._write(f"{HELP}\n")
-        for number, line in enumerate(_read_terminal() if at_terminal else lines, start=1):
+        inputs = _read_terminal() if at_terminal else lines
+        for line_number, line in enumerate(inputs, start=1):
             try:
                 if not self.handle_line(line.strip()):
                     return
             except (ValueError, RuntimeError) as error:
                 if not at_terminal:
-                    raise ValueError(f"line {number} of the input: {error}") from error
+                    raise ValueError(f"line {line_number} of the input: {error}") from error
                 self._write(f"{error}\n")
             except KeyboardInterrupt:
                 if not at_terminal:
@@ -95,19 +99,19 @@ class Chat:
 
     def handle_line(self, line: str) -> bool:
         """Run a command or ask a question; return False if the conversation ends."""
-        command, _, rest = line.partition(" ")
+        command, _, argument = line.partition(" ")
         if not line.startswith("/"):
             if line:
                 self.ask(line)
         elif command == "/image":
-            path = rest.strip().strip("\"'")
+            path = argument.strip().strip("\"'")
             if not path:
                 raise ValueError("/image: expected the path of an image after it")
             path = expand_path(path)
             check_image(path)
             self.images.append(path)
         elif command == "/reset":
-            self.messages, self.images = [*self.start], []
+            self.messages, self.images = [*self.system_messages], []
         elif command == "/exit":
             return False
         else:
@@ -122,17 +126,17 @@ class Chat:
         processor = self.answerer.processor
         max_new_tokens = self.answerer.generation.max_new_tokens
         [length] = count_positions(processor, [prompt])
-        if length + max_new_tokens > self.limit:
+        if length + max_new_tokens > self.context_length:
             raise ValueError(
-                f"the conversation takes {length:,} of the model's {self.limit:,} positions, too "
-                f"many to add {max_new_tokens:,} new tokens: begin a new conversation (/reset), or "
-                "restart with a lower --max-new-tokens"
+                f"the conversation takes {length:,} of the model's {self.context_length:,} "
+                f"positions, too many to add {max_new_tokens:,} new tokens: begin a new "
+                "conversation (/reset), or restart with a lower --max-new-tokens"
             )
-        with ExitStack() as before_text:
-            before_text.enter_context(show_progress("reading the question and its images"))
+        with ExitStack() as progress:
+            progress.enter_context(show_progress("reading the question and its images"))
 
             def write(text: str) -> None:
-                before_text.close()
+                progress.close()  # ends at the first text of the answer
                 self._write(text)
 
             streamer = AnswerStreamer(processor.tokenizer, write)
@@ -152,7 +156,11 @@ class Chat:
 
 
 def make_user_message(text: str, images: Sequence[str]) -> dict:
-    """Return the user's message with a question about images."""
+    """Return the user's message for a question about images.
+
+    Args:
+        images: Paths of the images.
+    """
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": image} for image in images]

@@ -1,7 +1,7 @@
 """Command-line arguments of answer, evaluate, merge, export, chat and serve; imports no torch."""
 
 import argparse
-from dataclasses import fields
+import dataclasses
 from pathlib import Path
 
 from ..option_fields import add_options, from_namespace
@@ -11,20 +11,22 @@ from .questions import AnswerOptions, Generation, ModelOptions
 from .serving.limits import ServerLimits
 
 MODEL_HELP = "a folder of a model or of LoRA adapters, or an id on the Hub"
-STREAMING_OPTIONS = [field.name for field in fields(Generation) if field.name != "num_beams"]
-"""Generation options of commands that stream answers, which beam search cannot do."""
+STREAMING_OPTIONS = [
+    field.name for field in dataclasses.fields(Generation) if field.name != "num_beams"
+]
+"""Generation options of commands that stream answers; beam search cannot stream."""
 
 
 def add_commands(commands) -> None:
     """Add the commands to the subparsers of the command line."""
     answer = commands.add_parser("answer", help="answer every row of a data file")
     answer.set_defaults(run=_run_answer)
-    _add_data(answer)
+    _add_answering(answer)
     answer.add_argument("--out", type=to_path, required=True, metavar="FILE", help="JSONL to write")
 
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
     evaluate.set_defaults(run=_run_evaluate)
-    _add_data(evaluate)
+    _add_answering(evaluate)
     out_help = "folder for answers, image sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=out_help)
     metric_help = "your own function, which takes an answer and a reference and returns a number"
@@ -42,7 +44,8 @@ def add_commands(commands) -> None:
 
     export_help = "write the model for other programs: in 8 or 4 bits, or as GGUF"
     export = commands.add_parser("export", help=export_help)
-    # "format" is that of the rows; export's own --format is stored as export_format.
+    # The attribute format is the format of the rows. The value of export's own --format is in
+    # export_format.
     export.set_defaults(run=_run_export, format="auto")
     _add_model(export, ["revision", "device"])
     format_help = (
@@ -63,7 +66,7 @@ def add_commands(commands) -> None:
     export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation_help)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     _add_generation(export, ["max_new_tokens"])
-    _add_fields(export)
+    _add_data_fields(export)
 
     chat = commands.add_parser("chat", help="ask a model about images, turn after turn")
     chat.set_defaults(run=_run_chat)
@@ -94,36 +97,46 @@ def _add_model(parser: argparse.ArgumentParser, names: list[str] | None = None) 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    engine = "what computes the answers; auto: vllm on a GPU if it is installed (default: auto)"
-    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
+    engine_help = "what computes answers; auto: vllm on a GPU if it is installed (default: auto)"
+    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine_help)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
     name_help = "name of the model for clients (default: MODEL_OR_ADAPTER)"
     add("--served-model-name", metavar="NAME", help=name_help)
     adapter_help = "LoRA adapters on the same model, which clients request by NAME; may be repeated"
-    pair = _name_and_folder
-    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=adapter_help)
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        type=_name_and_folder,
+        metavar="NAME=DIR",
+        help=adapter_help,
+    )
     add_options(parser, ServerLimits)
-    body_help = "megabytes that a request may have (default: 32)"
+    body_help = "largest request, in megabytes (default: 32)"
     add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body_help)
-    pixels = "megapixels of one image, at most (default: 50); all of a request may have 4 times it"
-    add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels)
+    pixels_help = "largest image (default: 50); all images of a request may have 4 times as many"
+    add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels_help)
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
+def _add_answering(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=MODEL_HELP)
     add_options(parser, AnswerOptions)
     data_help = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"
     parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=data_help)
-    add_field = _add_fields(parser)
+    add_field = _add_data_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="format of the rows (default: auto)")
     overwrite_help = "replace --out instead of continuing it"
     parser.add_argument("--overwrite", action="store_true", help=overwrite_help)
     _add_generation(parser)
 
 
-def _add_fields(parser: argparse.ArgumentParser):
-    """Add the fields of a recipe's ``data`` as options; return a function that adds another."""
+def _add_data_fields(parser: argparse.ArgumentParser):
+    """Add the fields of a recipe's ``data`` as a group of options.
+
+    Returns:
+        The group's ``add_argument``.
+    """
     add = parser.add_argument_group("data, like the fields of data in a recipe").add_argument
     columns_help = "columns by their meaning: {question: a, answer: b, image: c} (docs/data.md)"
     add("--columns", metavar="YAML", help=columns_help)
@@ -165,12 +178,12 @@ def _name_and_folder(text: str) -> tuple[str, str]:
 def _answer_options(options: argparse.Namespace, path: str) -> AnswerOptions:
     generation = from_namespace(Generation, options)
     return from_namespace(
-        AnswerOptions, options, data=_source(options, path), generation=generation
+        AnswerOptions, options, data=_data_source(options, path), generation=generation
     )
 
 
-def _source(options: argparse.Namespace, path: str):
-    """Return the rows that ``path`` and the options of :func:`_add_fields` describe."""
+def _data_source(options: argparse.Namespace, path: str):
+    """Return the source of rows at ``path``, with the options of :func:`_add_data_fields`."""
     import yaml
 
     from ..data.boxes import BOX_FORMATS
@@ -194,8 +207,8 @@ def _source(options: argparse.Namespace, path: str):
     if options.boxes not in (None, *BOX_FORMATS):
         raise ValueError(f"--boxes {options.boxes}: expected one of {', '.join(BOX_FORMATS)}")
     names = ("format", "split", "image_folder", "image_root", "allow_urls", "boxes")
-    values = {name: getattr(options, name) for name in names}
-    return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
+    fields = {name: getattr(options, name) for name in names}
+    return DataSource(path, ignore=tuple(options.ignore), columns=columns, **fields)
 
 
 def _run_answer(options: argparse.Namespace) -> None:
@@ -241,7 +254,7 @@ def _run_export(options: argparse.Namespace) -> None:
     report = export(
         options.model,
         options.export_format,
-        _source(options, options.calibration),
+        _data_source(options, options.calibration),
         options.out,
         rows=options.rows or 256,
         evaluation=_answer_options(options, options.evaluate) if options.evaluate else None,

@@ -1,4 +1,4 @@
-"""Score a model's answers, with the right images and with the images of other rows."""
+"""Score a model's answers to rows with their own images and with the images of other rows."""
 
 import json
 import os
@@ -42,14 +42,17 @@ def evaluate(
         ValueError, RuntimeError: See :func:`answer.answer_file`. ValueError also if a row has no
             reference answer, or the metric cannot be used.
     """
-    metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
+    metrics = dict(METRICS)
+    if metric:
+        name, function = load_metric(metric)
+        metrics[name] = function
     base = options.find()
     if out is not None:
         options.require_apart(base, out)
         _require_own_folder(out, overwrite)
     questions = read_questions(options.data, with_reference=True)
     reference = questions[0].reference or ""
-    for name, function in metrics.items():  # an error of a metric is raised before the model loads
+    for name, function in metrics.items():  # finds a broken metric before the model is loaded
         mean_score(name, function, [(reference, reference)])
     digests = digest_image_files(questions)
     all_questions = [*questions, *swap_images(questions, digests)]
@@ -76,7 +79,7 @@ def evaluate(
 
 
 def _require_own_folder(out: Path, overwrite: bool) -> None:
-    """Raise ``ValueError`` if files of ``out`` that no evaluation wrote would be replaced."""
+    """Raise ``ValueError`` if the evaluation would replace files that no evaluation wrote."""
     if os.path.lexists(out) and not out.is_dir():
         raise ValueError(f"--out {out} is not a folder; expected a folder, existing or new")
     for name in (METRICS_FILE, SHEET_FILE):
@@ -89,17 +92,20 @@ def _require_own_folder(out: Path, overwrite: bool) -> None:
 
 
 def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> dict[str, Any]:
-    """Return the numbers of rows, and each metric's mean with right and with swapped images.
+    """Return the numbers of rows, and each metric's mean with own and with swapped images.
 
     Scores of boxes and operations are means over the rows whose reference has a box or operation.
     They are left out if there is no such row.
     """
-    right = [line for line in lines if not line.question.swapped]
-    swapped = [line for line in lines if line.question.swapped]
-    num_cut = sum(line.finish_reason == "length" for line in right)
-    scores: dict[str, Any] = {"rows": len(right), "rows_swapped": len(swapped), "rows_cut": num_cut}
+    own_lines = [line for line in lines if not line.question.swapped]
+    swapped_lines = [line for line in lines if line.question.swapped]
+    scores: dict[str, Any] = {
+        "rows": len(own_lines),
+        "rows_swapped": len(swapped_lines),
+        "rows_cut": sum(line.finish_reason == "length" for line in own_lines),
+    }
     for name, metric in metrics.items():
-        for suffix, group in (("", right), ("_swapped", swapped)):
+        for suffix, group in (("", own_lines), ("_swapped", swapped_lines)):
             pairs = [(line.answer, line.question.reference or "") for line in group]
             pairs = [pair for pair in pairs if metric_applies(name, pair[1])]
             if pairs or name in scores or name not in BOX_METRICS | OPERATION_METRICS:
@@ -109,6 +115,7 @@ def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> d
 
 def describe_scores(report: dict[str, Any], out: Path | None = None) -> str:
     """Return the scores as a table, the numbers of rows, and the files in ``out``."""
+    # All keys with a "_swapped" beside them are scores, except the number of rows.
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     width = max(len(name) for name in names)
     lines = [f"{'':{width}}  right images  swapped images"]

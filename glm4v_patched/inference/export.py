@@ -38,8 +38,8 @@ from .merge import (
 )
 from .questions import AnswerOptions, evenly_spaced, read_questions
 
-# Only one minor version, because layer_by_layer also uses private names of llm-compressor.
-COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
+# Only one minor version, because layer_by_layer uses private names of llm-compressor.
+LLM_COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
 UNQUANTIZED_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
 
 
@@ -74,7 +74,11 @@ EXPORT_FORMATS = {
 class ExportReport(NamedTuple):
     """The result of an export.
 
-    ``before`` and ``after`` are reports of :func:`evaluate.evaluate`, or None without evaluation.
+    Args:
+        bytes_before, bytes_after: Size of the weights before and after.
+        seconds: Time of the quantization.
+        before, after: Reports of :func:`evaluate.evaluate` about both models; None if they were not
+            evaluated.
     """
 
     format: str
@@ -85,8 +89,8 @@ class ExportReport(NamedTuple):
     after: dict[str, Any] | None
 
     def __str__(self) -> str:
-        after = format_bytes(self.bytes_after)
-        sizes = f"before {format_bytes(self.bytes_before)}, {self.format} {after}"
+        size_before, size_after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        sizes = f"before {size_before}, {self.format} {size_after}"
         lines = [f"{sizes}, quantized in {self.seconds:.0f} s"]
         for name, scores in (("before", self.before), (self.format, self.after)):
             if scores is not None:
@@ -111,8 +115,8 @@ def export(
         model: Folder of a model or of adapters, or an id on the Hub.
         format: One of :data:`EXPORT_FORMATS`.
         calibration: Rows that end with an answer.
-        rows: How many rows of ``calibration`` are used, evenly spaced.
-        evaluation: Options to evaluate both models with; their ``model`` is ignored.
+        rows: Maximum number of rows of ``calibration`` to use, evenly spaced.
+        evaluation: Options for evaluating the model before and after; their ``model`` is ignored.
         device: "cuda" or "cpu".
 
     Raises:
@@ -123,7 +127,7 @@ def export(
     from ..models.loading import load_model_config, load_processor
 
     require_new_folder(out)
-    require_compressor()
+    require_llm_compressor()
     place_processes(1, device)
     base = find_exportable(model, out, revision)
     require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
@@ -133,8 +137,8 @@ def export(
         read_questions(evaluation.data, with_reference=True)
         require_images(evaluation.data)
     processor = load_processor(base)
-    checked = check_sources([calibration], processor, load_model_config(base).seq_length)
-    conversations = evenly_spaced(checked.conversations(), rows)
+    checked_rows = check_sources([calibration], processor, load_model_config(base).seq_length)
+    conversations = evenly_spaced(checked_rows.conversations(), rows)
     if not any(map(images_of, conversations)):
         raise ValueError(
             f"none of the {len(conversations):,} rows of --calibration has an image; give rows "
@@ -143,27 +147,27 @@ def export(
     weights_folder = fetch_weights(base)
     unquantized_bytes = weight_bytes(weights_folder)
     export_format = EXPORT_FORMATS[format]
-    disk_bytes, memory_bytes = estimate_needs(
+    disk_bytes, memory_bytes = estimate_disk_and_memory(
         base, unquantized_bytes, export_format, processor, conversations
     )
     write_line(
-        f"calibrating with {pluralize(len(conversations), 'row')}, in the dtype that the model was "
-        f"saved in, on the {device}; weights "
-        f"{format_bytes(unquantized_bytes)}, quantized about {format_bytes(disk_bytes)}; "
+        f"calibrating with {pluralize(len(conversations), 'row')} on {device}, in the saved dtype; "
+        f"weights {format_bytes(unquantized_bytes)}, quantized about {format_bytes(disk_bytes)}; "
         f"needs about {format_bytes(memory_bytes)} of memory"
     )
-    require_free_disk(disk_bytes + unquantized_bytes * (base.adapters is not None), out)
+    merged_bytes = unquantized_bytes if base.adapters is not None else 0
+    require_free_disk(disk_bytes + merged_bytes, out)
     free_bytes = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
     if free_bytes < memory_bytes:
         raise ValueError(
-            f"the {device} has {format_bytes(free_bytes)} of memory free, and the export needs "
-            f"about {format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
+            f"--device {device} has {format_bytes(free_bytes)} of free memory, and the export "
+            f"needs about {format_bytes(memory_bytes)}; calibrate with fewer rows (--rows; now "
             f"{len(conversations):,}), or use a larger machine, or --device cpu, which is slow"
         )
-    with create_folder_atomically(out) as partial:
+    with create_folder_atomically(out) as temporary_folder:
         if base.adapters is not None:
-            merge(model, partial / "merged", revision)
-            base = ModelSource(str(partial / "merged"))
+            merge(model, temporary_folder / "merged", revision)
+            base = ModelSource(str(temporary_folder / "merged"))
         before = after = None
         if evaluation is not None:
             evaluation = replace(evaluation, model=base.model, revision=base.revision)
@@ -172,61 +176,70 @@ def export(
 
         start = time.monotonic()
         scheme, ignore = export_format.scheme, export_format.ignore
-        quantize_with_gptq(base, partial, scheme, ignore, conversations, device)
+        quantize_with_gptq(base, temporary_folder, scheme, ignore, conversations, device)
         gc.collect()  # frees the model before the quantized one is loaded
         seconds = time.monotonic() - start
-        copy_license_and_generation(weights_folder, partial)
-        shutil.rmtree(partial / "merged", ignore_errors=True)
+        copy_license_and_generation(weights_folder, temporary_folder)
+        shutil.rmtree(temporary_folder / "merged", ignore_errors=True)
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))
     return ExportReport(format, unquantized_bytes, weight_bytes(out), seconds, before, after)
 
 
 def find_exportable(model: str, out: Path, revision: str | None) -> ModelSource:
-    """Return a model, or adapters that can be merged; raise ``ValueError`` if it is quantized."""
+    """Return the source of a model, or of adapters, that can be exported.
+
+    Raises:
+        ValueError: The model is quantized already, or the adapters cannot be merged.
+    """
     base = find_source(model, revision)
     if method := quantized_by(base.model, base.revision):
         raise ValueError(
-            f"{model} is quantized already, by {method}; give the model that it was quantized from"
+            f"{model} is quantized already, by {method}; export the model that it was made from"
         )
     require_mergeable(base, out)
     return base
 
 
-def require_compressor() -> None:
-    """Raise ``RuntimeError`` unless a supported llm-compressor is installed, with a transformers
-    version that llm-compressor supports."""
-    cure = pip_install("glm4v-patched[export]")
+def require_llm_compressor() -> None:
+    """Raise ``RuntimeError`` unless supported llm-compressor and transformers are installed.
+
+    llm-compressor's own requirements say which versions of transformers it supports.
+    """
+    command = pip_install("glm4v-patched[export]")
     try:
-        compressor_version = version(COMPRESSOR.name)
-        requirements = [Requirement(text) for text in requires(COMPRESSOR.name) or ()]
+        compressor_version = version(LLM_COMPRESSOR.name)
+        requirements = [Requirement(text) for text in requires(LLM_COMPRESSOR.name) or ()]
     except PackageNotFoundError:
         raise RuntimeError(
-            f"export needs {COMPRESSOR.name}, which is not installed: {cure}"
+            f"export needs {LLM_COMPRESSOR.name}, which is not installed: {command}"
         ) from None
-    for required in (COMPRESSOR, *(r for r in requirements if r.name == "transformers")):
+    for required in (LLM_COMPRESSOR, *(r for r in requirements if r.name == "transformers")):
         installed = version(required.name)
         if not required.specifier.contains(installed, prereleases=True):
             dependent = (
-                "export" if required is COMPRESSOR else f"{COMPRESSOR.name} {compressor_version}"
+                "export"
+                if required is LLM_COMPRESSOR
+                else f"{LLM_COMPRESSOR.name} {compressor_version}"
             )
             raise RuntimeError(
                 f"{dependent} needs {required.name} {required.specifier}, but {installed} is "
-                f"installed: {cure} (in a separate environment if other packages need {installed})"
+                f"installed: {command} (in a separate environment if other packages need "
+                f"{installed})"
             )
 
 
-def estimate_needs(
+def estimate_disk_and_memory(
     base: ModelSource,
-    weights: int,
-    format: ExportFormat,
+    unquantized_bytes: int,
+    export_format: ExportFormat,
     processor: Any,
     conversations: Sequence[list[dict]],
 ) -> tuple[float, float]:
     """Return the size of the quantized model on disk and the export's peak memory, both in bytes.
 
     Args:
-        weights: Size of the unquantized weights in bytes.
+        unquantized_bytes: Size of the unquantized weights.
         conversations: Messages to calibrate with; their lengths determine the activations.
     """
     import torch
@@ -239,26 +252,26 @@ def estimate_needs(
     with torch.device("meta"):
         transformer = GLM4VForCausalLM(config).transformer
     stacks = [transformer.encoder.layers]  # the lists of layers to quantize
-    if format.quantizes_tower:
+    if export_format.quantizes_tower:
         stacks.append(transformer.vision.transformer.layers)
-    # The linear modules of each stack's first layer; all layers of a stack are alike.
-    linears = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
-    bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
-    num_quantized = sum(
-        len(stack) * linear.weight.numel()
-        for stack, layer_linears in zip(stacks, linears, strict=True)
-        for linear in layer_linears
-    )
+    num_quantized, gptq_bytes = 0, 0
+    for layers in stacks:
+        # All layers of a stack are alike.
+        linears = [module for module in layers[0].modules() if isinstance(module, torch.nn.Linear)]
+        num_quantized += len(layers) * sum(linear.weight.numel() for linear in linears)
+        # GPTQ keeps the fp32 Hessians of one layer; inverting the largest takes three copies of it.
+        hessian_bytes = [4 * linear.in_features**2 for linear in linears]
+        gptq_bytes = max(gptq_bytes, sum(hessian_bytes) + 3 * max(hessian_bytes))
+    bytes_per_weight = unquantized_bytes / sum(p.numel() for p in transformer.parameters())
     # At most one 2-byte scale for each group of 128 weights.
-    disk_bytes = weights - num_quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
-    # GPTQ keeps the fp32 Hessians of one layer; inverting the largest takes three copies of it.
-    hessians = [[4 * linear.in_features**2 for linear in layer] for layer in linears]
-    gptq_bytes = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
-    sizes = ConversationCollator(processor).measure(list(conversations))
-    vision = config.vision
+    quantized_bytes_per_weight = export_format.bits / 8 + 2 / 128
+    saved_bytes = num_quantized * (bytes_per_weight - quantized_bytes_per_weight)
     # Elements of one layer's inputs for all rows, in the language model and in the tower.
-    activations = [sum(size.tokens for size in sizes) * config.hidden_size]
-    if format.quantizes_tower:
+    sizes = ConversationCollator(processor).measure(list(conversations))
+    input_elements = [sum(size.tokens for size in sizes) * config.hidden_size]
+    if export_format.quantizes_tower:
+        vision = config.vision
         num_images = sum(size.num_images for size in sizes)
-        activations.append(num_images * vision.num_positions * vision.hidden_size)
-    return disk_bytes, weights + gptq_bytes + max(activations) * bytes_per_weight
+        input_elements.append(num_images * vision.num_positions * vision.hidden_size)
+    memory_bytes = unquantized_bytes + gptq_bytes + max(input_elements) * bytes_per_weight
+    return unquantized_bytes - saved_bytes, memory_bytes

@@ -1,8 +1,8 @@
 """Write a model as two GGUF files for llama.cpp: the language model, and the vision tower (mmproj).
 
-llama.cpp has no glm-4v. Its architecture ``qwen2vl`` computes the same language model: its rotary
-embedding takes four positions for each token, so tokens of an image can share the first position
-and still be ordered by the others. The tower needs the patch in docs/upstream/llama_cpp.md.
+llama.cpp has no architecture for glm-4v, but its ``qwen2vl`` computes the same language model. The
+rotary embedding of ``qwen2vl`` takes four positions per token. The tokens of an image share the
+first position, and the others order them. The tower needs the patch in docs/upstream/llama_cpp.md.
 
 Tensors are read, converted and written one after the other, so that only one is in memory.
 """
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 
     from ..remote.configuration_chatglm import ChatGLMConfig
 
-    # By the name of a GGUF tensor: the tensor that it is made from, and the function that makes it.
+    # For each tensor of a GGUF file, by name: the name of the model's tensor, and its conversion.
     TensorTable = dict[str, tuple[str, Callable[[Tensor], Tensor]]]
 
 GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")
 TOWER = "transformer.vision."
-UNUSED_TENSORS = {"transformer.rotary_pos_emb.inv_freq"}  # constants
+UNUSED_TENSORS = {"transformer.rotary_pos_emb.inv_freq"}  # llama.cpp computes it
 METADATA_BYTES = 50_000_000  # more than the vocabulary and the merges of glm-4v-9b take
-# Names in a file's keys for the ids that end a text, a turn and a message, in this order.
+# The keys tokenizer.ggml.{name}_token_id hold the ids that end a text, a turn and a message. Here,
+# they hold the model's end-of-sequence ids, in order.
 END_KEYS = ("eos", "eot", "eom")
-POSITIONS = (
+IMAGE_POSITIONS = (
     "The embeddings of an image, with those of begin and end, follow a text of p tokens. The "
     "positions of embedding i are (t, i, i, 0), where t is p for begin, p + 1 for every inner "
     "embedding and p + 2 for end. The text after them begins at position p + 3."
@@ -66,8 +67,8 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     try:
         import gguf
     except ModuleNotFoundError:
-        cure = pip_install("glm4v-patched[gguf]")
-        raise RuntimeError(f"--format gguf needs gguf, which is not installed: {cure}") from None
+        command = pip_install("glm4v-patched[gguf]")
+        raise RuntimeError(f"--format gguf needs gguf, which is not installed: {command}") from None
     base = find_exportable(model, out, revision)
     if base.adapters is not None:
         raise ValueError(
@@ -79,46 +80,50 @@ def export_gguf(model: str, out: Path, type_name: str, revision: str | None = No
     config, processor = load_model_config(base), load_processor(base)
     require_expressible(config)
     folder = fetch_weights(base)
-    infos = tensors_of(folder)
-    tables = language_tensors(config), tower_tensors(config)
-    used = {source for table in tables for source, _ in table.values()}
-    if unused := sorted(infos.keys() - used - UNUSED_TENSORS):
+    tensor_infos = tensors_of(folder)
+    language_table, tower_table = language_tensors(config), tower_tensors(config)
+    used = {source for source, _ in (language_table | tower_table).values()}
+    if unused := sorted(tensor_infos.keys() - used - UNUSED_TENSORS):
         raise ValueError(
             f"{model} has {len(unused)} tensors that a GGUF file cannot express: {listed(unused)}; "
             "expected only those of a glm-4v that generates text"
         )
     tower_type = "f32" if type_name == "f32" else "f16"
-    language, tower = gguf.GGUFWriter(None, "qwen2vl"), gguf.GGUFWriter(None, "clip")
+    language_writer = gguf.GGUFWriter(None, "qwen2vl")
+    tower_writer = gguf.GGUFWriter(None, "clip")
     files = {
-        f"language-{type_name}.gguf": (language, tables[0], type_name),
-        f"mmproj-{tower_type}.gguf": (tower, tables[1], tower_type),
+        f"language-{type_name}.gguf": (language_writer, language_table, type_name),
+        f"mmproj-{tower_type}.gguf": (tower_writer, tower_table, tower_type),
     }
-    _add_language_metadata(language, config)
-    _add_tokenizer(language, config, processor.tokenizer)
-    _add_tower_metadata(tower, config, processor.image_processor)
-    num_bytes = sum(_declare_tensors(*file, infos) for file in files.values())
+    _add_language_metadata(language_writer, config)
+    _add_tokenizer(language_writer, config, processor.tokenizer)
+    _add_tower_metadata(tower_writer, config, processor.image_processor)
+    num_bytes = sum(
+        _declare_tensors(writer, table, file_type, tensor_infos)
+        for writer, table, file_type in files.values()
+    )
     require_free_disk(num_bytes + METADATA_BYTES, out)
-    with create_folder_atomically(out) as partial:
+    with create_folder_atomically(out) as temporary_folder:
         for name, (writer, table, _) in files.items():
-            _write(writer, table, folder, partial / name)
+            _write(writer, table, folder, temporary_folder / name)
         for path in files_to_copy(folder):
             if path.name != GENERATION_CONFIG:
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(path, temporary_folder / path.name)
     return "\n".join(f"{out / name}: {format_bytes((out / name).stat().st_size)}" for name in files)
 
 
 def require_expressible(config: "ChatGLMConfig") -> None:
     """Raise ``ValueError`` for settings that the graphs of llama.cpp do not compute."""
-    num_ends = len(_end_tokens(config))
-    heads = config.num_attention_heads * config.kv_channels
+    num_eos = len(_eos_token_ids(config))
+    attention_size = config.num_attention_heads * config.kv_channels
     for name, value, expected in (
         ("add_bias_linear", config.add_bias_linear, False),
-        ("num_attention_heads * kv_channels", heads, config.hidden_size),
+        ("num_attention_heads * kv_channels", attention_size, config.hidden_size),
         ("vision_config.hidden_act", config.vision.hidden_act, "gelu"),
         ("vision_config.in_channels", config.vision.in_channels, 3),
-        # Its square must be a float32.
+        # Bounded, because the file has its square as float32.
         ("rope_ratio", config.rope_ratio, min(max(config.rope_ratio, 1e-15), 1e15)),
-        ("the number of eos_token_id", num_ends, min(max(num_ends, 1), len(END_KEYS))),
+        ("the number of eos_token_id", num_eos, min(max(num_eos, 1), len(END_KEYS))),
     ):
         if value != expected:
             raise ValueError(
@@ -127,17 +132,20 @@ def require_expressible(config: "ChatGLMConfig") -> None:
             )
 
 
-def _end_tokens(config: "ChatGLMConfig") -> list[int]:
-    """Return the ids that end an answer."""
+def _eos_token_ids(config: "ChatGLMConfig") -> list[int]:
+    """Return ``eos_token_id`` of the config as a list."""
     ids = config.eos_token_id
-    return [*ids] if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    return [*ids] if isinstance(ids, list) else [ids]
 
 
 def channel_order(config: "ChatGLMConfig") -> "Tensor":
-    """Return the order of a head's channels in which llama.cpp rotates the pairs that we rotate.
+    """Return the order in which a GGUF file stores the channels of a query or key head.
 
     llama.cpp pairs channels that are half a head apart, and rotates the first half of the pairs by
-    the first position. So our pairs become the first half; channels that are not rotated follow.
+    the first position. The pairs that our model rotates are therefore stored as the first half of
+    the pairs. The channels that it does not rotate are stored as the second half.
     """
     import torch
 
@@ -151,66 +159,69 @@ def language_tensors(config: "ChatGLMConfig") -> "TensorTable":
     """Return the tensors of the language model, by their names in llama.cpp's qwen2vl."""
     order = channel_order(config)
 
-    def take(start: int, end: int | None, is_rotated: bool) -> Callable[["Tensor"], "Tensor"]:
-        if not is_rotated:
-            return lambda fused: fused[start:end]
+    def rows(start: int, end: int | None) -> Callable[["Tensor"], "Tensor"]:
+        return lambda fused: fused[start:end]
+
+    def reordered_rows(start: int, end: int) -> Callable[["Tensor"], "Tensor"]:
         return lambda fused: fused[start:end].unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
     table: TensorTable = {
-        "token_embd.weight": ("transformer.embedding.word_embeddings.weight", _keep),
-        "output.weight": ("transformer.output_layer.weight", _keep),
-        "output_norm.weight": ("transformer.encoder.final_layernorm.weight", _keep),
+        "token_embd.weight": ("transformer.embedding.word_embeddings.weight", _identity),
+        "output.weight": ("transformer.output_layer.weight", _identity),
+        "output_norm.weight": ("transformer.encoder.final_layernorm.weight", _identity),
     }
-    query = config.num_attention_heads * config.kv_channels
-    value = query + config.multi_query_group_num * config.kv_channels
-    ffn = config.ffn_hidden_size
-    parts = ["weight", "bias"] if config.add_qkv_bias else ["weight"]
+    # First rows of the keys and of the values in the fused query_key_value.
+    key_start = config.num_attention_heads * config.kv_channels
+    value_start = key_start + config.multi_query_group_num * config.kv_channels
+    ffn_size = config.ffn_hidden_size
+    suffixes = ["weight", "bias"] if config.add_qkv_bias else ["weight"]
     for layer in range(config.num_layers):
         block, source = f"blk.{layer}", f"transformer.encoder.layers.{layer}"
         table |= {
-            f"{block}.attn_norm.weight": (f"{source}.input_layernorm.weight", _keep),
-            f"{block}.attn_output.weight": (f"{source}.self_attention.dense.weight", _keep),
-            f"{block}.ffn_norm.weight": (f"{source}.post_attention_layernorm.weight", _keep),
-            f"{block}.ffn_down.weight": (f"{source}.mlp.dense_4h_to_h.weight", _keep),
+            f"{block}.attn_norm.weight": (f"{source}.input_layernorm.weight", _identity),
+            f"{block}.attn_output.weight": (f"{source}.self_attention.dense.weight", _identity),
+            f"{block}.ffn_norm.weight": (f"{source}.post_attention_layernorm.weight", _identity),
+            f"{block}.ffn_down.weight": (f"{source}.mlp.dense_4h_to_h.weight", _identity),
         }
-        fused = f"{source}.self_attention.query_key_value"
-        for part in parts:
+        for suffix in suffixes:
+            fused = f"{source}.self_attention.query_key_value.{suffix}"
             table |= {
-                f"{block}.attn_q.{part}": (f"{fused}.{part}", take(0, query, True)),
-                f"{block}.attn_k.{part}": (f"{fused}.{part}", take(query, value, True)),
-                f"{block}.attn_v.{part}": (f"{fused}.{part}", take(value, None, False)),
+                f"{block}.attn_q.{suffix}": (fused, reordered_rows(0, key_start)),
+                f"{block}.attn_k.{suffix}": (fused, reordered_rows(key_start, value_start)),
+                f"{block}.attn_v.{suffix}": (fused, rows(value_start, None)),
             }
         gate_up = f"{source}.mlp.dense_h_to_4h.weight"
-        table[f"{block}.ffn_gate.weight"] = gate_up, take(0, ffn, False)
-        table[f"{block}.ffn_up.weight"] = gate_up, take(ffn, None, False)
+        table[f"{block}.ffn_gate.weight"] = gate_up, rows(0, ffn_size)
+        table[f"{block}.ffn_up.weight"] = gate_up, rows(ffn_size, None)
     return table
 
 
 def tower_tensors(config: "ChatGLMConfig") -> "TensorTable":
     """Return the tensors of the tower and the projector, by their names in llama.cpp's CogVLM.
 
-    In CogVLM the class token is the last token. The last matrix and the embeddings of begin and end
-    are stored divided by ``scaling_factor``.
+    llama.cpp's CogVLM has the class token last, so its position embedding is stored last. The
+    projector's last matrix and the embeddings at an image's begin and end (boi and eoi) are stored
+    divided by ``scaling_factor``.
     """
 
     def scale(tensor: "Tensor") -> "Tensor":
         return tensor.float() / config.vision.scaling_factor
 
-    def flat(tensor: "Tensor") -> "Tensor":
+    def flatten(tensor: "Tensor") -> "Tensor":
         return tensor.flatten()
 
     table: TensorTable = {
-        "v.class_embd": ("patch_embedding.cls_embedding", flat),
+        "v.class_embd": ("patch_embedding.cls_embedding", flatten),
         "v.position_embd.weight": (
             "patch_embedding.position_embedding.weight",
             lambda positions: positions.roll(-1, 0),
         ),
-        "mm.model.fc.weight": ("linear_proj.linear_proj.weight", _keep),
-        "mm.up.weight": ("linear_proj.dense_h_to_4h.weight", _keep),
-        "mm.gate.weight": ("linear_proj.gate_proj.weight", _keep),
+        "mm.model.fc.weight": ("linear_proj.linear_proj.weight", _identity),
+        "mm.up.weight": ("linear_proj.dense_h_to_4h.weight", _identity),
+        "mm.gate.weight": ("linear_proj.gate_proj.weight", _identity),
         "mm.down.weight": ("linear_proj.dense_4h_to_h.weight", scale),
-        "v.boi": ("boi", lambda begin: scale(flat(begin))),
-        "v.eoi": ("eoi", lambda end: scale(flat(end))),
+        "v.boi": ("boi", lambda boi: scale(flatten(boi))),
+        "v.eoi": ("eoi", lambda eoi: scale(flatten(eoi))),
     }
     modules = {
         "v.patch_embd": "patch_embedding.proj",
@@ -228,11 +239,12 @@ def tower_tensors(config: "ChatGLMConfig") -> "TensorTable":
             f"{block}.ln2": f"{source}.post_attention_layernorm",
         }
     for name, source in modules.items():
-        table |= {f"{name}.{part}": (f"{source}.{part}", _keep) for part in ("weight", "bias")}
+        for suffix in ("weight", "bias"):
+            table[f"{name}.{suffix}"] = f"{source}.{suffix}", _identity
     return {name: (TOWER + source, convert) for name, (source, convert) in table.items()}
 
 
-def _keep(tensor: "Tensor") -> "Tensor":
+def _identity(tensor: "Tensor") -> "Tensor":
     return tensor
 
 
@@ -245,11 +257,12 @@ def _add_language_metadata(writer: Any, config: "ChatGLMConfig") -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.multi_query_group_num)
     writer.add_layer_norm_rms_eps(config.layernorm_epsilon)
-    # llama.cpp divides the exponents by all channels of a head, and we by the rotated half.
+    # llama.cpp divides the exponents of the frequencies by the number of channels of a head. Our
+    # model divides them by the number of rotated channels, half of it, so the base is squared here.
     writer.add_rope_freq_base((10000.0 * config.rope_ratio) ** 2)
     num_pairs = config.kv_channels // 4
     writer.add_rope_dimension_sections([num_pairs, 0, 0, num_pairs])
-    writer.add_string("glm4v_patched.image_positions", POSITIONS)
+    writer.add_string("glm4v_patched.image_positions", IMAGE_POSITIONS)
     writer.add_uint32("glm4v_patched.image_embeddings", config.vision.num_image_tokens + 2)
 
 
@@ -257,7 +270,7 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     """Add vocabulary, merges, special tokens and chat template.
 
     Raises:
-        ValueError: The tokenizer is not one of glm-4v's kind, or has too many tokens.
+        ValueError: The tokenizer splits text in another way than glm-4v's, or has too many tokens.
     """
     from gguf import TokenType
 
@@ -266,14 +279,14 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     model, added_tokens = settings["model"], settings["added_tokens"]
     steps = (settings["pre_tokenizer"] or {}).get("pretokenizers", [])
-    splits = [step.get("pattern", {}).get("Regex") for step in steps]
-    stripping = [t["content"] for t in added_tokens if t["lstrip"] or t["rstrip"]]
-    is_byte_level = [step["type"] for step in steps] == ["Split", "ByteLevel"]
-    if not (is_byte_level and splits[0] == SPLIT_PATTERN) or settings["normalizer"] or stripping:
+    has_our_types = [step["type"] for step in steps] == ["Split", "ByteLevel"]
+    has_our_steps = has_our_types and steps[0]["pattern"].get("Regex") == SPLIT_PATTERN
+    stripping_tokens = [t["content"] for t in added_tokens if t["lstrip"] or t["rstrip"]]
+    if not has_our_steps or settings["normalizer"] or stripping_tokens:
         raise ValueError(
             f"tokenizer.json: normalizer {settings['normalizer']!r:.60}, pre_tokenizer "
-            f"{steps!r:.200}, tokens that strip spaces {stripping!r:.60}; a GGUF file can only "
-            f"express byte-level BPE with glm-4v's pattern {SPLIT_PATTERN}"
+            f"{steps!r:.200}, tokens that strip spaces {stripping_tokens!r:.60}; a GGUF file can "
+            f"only express byte-level BPE with glm-4v's pattern {SPLIT_PATTERN}"
         )
     texts = {token_id: (text, TokenType.NORMAL) for text, token_id in model["vocab"].items()}
     for token in added_tokens:
@@ -281,21 +294,23 @@ def _add_tokenizer(writer: Any, config: "ChatGLMConfig", tokenizer: Any) -> None
         texts[token["id"]] = token["content"], kind
     size = config.padded_vocab_size
     special_ids = {"padding": config.pad_token_id} if config.pad_token_id is not None else {}
-    special_ids |= dict(zip(END_KEYS, _end_tokens(config), strict=False))
-    if wrong := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
+    special_ids |= dict(zip(END_KEYS, _eos_token_ids(config), strict=False))
+    if wrong_ids := sorted({i for i in (*texts, *special_ids.values()) if not 0 <= i < size}):
         raise ValueError(
-            f"tokenizer.json or config.json has the ids {listed(wrong)}; expected ids of 0 or more "
-            f"and below padded_vocab_size, {size:,}"
+            f"tokenizer.json or config.json has the ids {listed(wrong_ids)}; expected ids of 0 or "
+            f"more and below padded_vocab_size, {size:,}"
         )
     tokens = [texts.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model("gpt2")
-    # Both names have glm-4v's pattern. With "glm4", a piece of text that is a token is not split.
+    # Both names stand for glm-4v's pattern. "glm4" also sets ignore_merges: a piece of text that is
+    # in the vocabulary becomes one token, whatever the merges are.
     writer.add_tokenizer_pre("glm4" if model["ignore_merges"] else "chatglm-bpe")
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
-    merges = model["merges"]
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
-    writer.add_add_bos_token(False)  # it adds one token; the template has two, [gMASK]<sop>
+    # Depending on the version of tokenizers, a merge is a pair or a text.
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)  # the chat template begins with [gMASK]<sop> already
     for key, token_id in special_ids.items():
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token_id)
     writer.add_chat_template(tokenizer.get_chat_template())
@@ -319,28 +334,28 @@ def _add_tower_metadata(writer: Any, config: "ChatGLMConfig", image_processor: A
 
 
 def _declare_tensors(
-    writer: Any, table: "TensorTable", type_name: str, infos: Mapping[str, TensorInfo]
+    writer: Any, table: "TensorTable", type_name: str, tensor_infos: Mapping[str, TensorInfo]
 ) -> int:
-    """Declare shapes and types of a file's tensors, and return how many bytes they take."""
+    """Declare shapes and types of a file's tensors, and return their size in bytes."""
     import gguf
     import numpy as np
     import torch
 
-    matrix_kind = gguf.GGMLQuantizationType[type_name.upper()]
-    extent = "ALL" if type_name == "f32" else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{extent}_{type_name}".upper()])
-    total = 0
+    kinds = gguf.GGMLQuantizationType
+    share = "ALL" if type_name == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{share}_{type_name}".upper()])
+    total_bytes = 0
     for name, (source, convert) in table.items():
-        shape = convert(torch.empty(infos[source].shape, device="meta")).shape
-        is_matrix = len(shape) > 1 and "position" not in name
-        kind = matrix_kind if is_matrix else type(matrix_kind).F32
+        shape = convert(torch.empty(tensor_infos[source].shape, device="meta")).shape
+        is_matrix = len(shape) > 1 and "position" not in name  # position embeddings stay f32
+        kind = kinds[type_name.upper()] if is_matrix else kinds.F32
         if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = type(matrix_kind).F16
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        num_bytes = shape.numel() // block * block_bytes
+            kind = kinds.F16
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = shape.numel() // block_size * block_bytes
         writer.add_tensor_info(name, [*shape], np.dtype(np.float32), num_bytes, raw_dtype=kind)
-        total += num_bytes
-    return total
+        total_bytes += num_bytes
+    return total_bytes
 
 
 def _write(writer: Any, table: "TensorTable", folder: Path, path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..data.boxes import Box, find_boxes
 
 OPERATION_NAME_RE = re.compile(r"\b([A-Z][A-Z_]*)\(")
-# A quote ends a value only before the next argument or the closing parenthesis, because values may
-# contain apostrophes.
+# One argument of an operation, such as box=[[1,2,3,4]] or text='it's here'. A quote ends a value
+# only before the next argument or the closing parenthesis, because values may contain apostrophes.
 ARGUMENT_RE = re.compile(
     r"\s*(\w+)\s*=\s*('.*?'|\".*?\"|\[[^()]*?\]|[^,()\[\]'\"]*?)\s*(?:,(?=\s*\w+\s*=)|(?=\)))",
     re.DOTALL,
@@ -25,8 +25,9 @@ class Operation(NamedTuple):
 
 def find_operation(text: str) -> Operation | None:
     """Return the last complete operation of a text, because explanations come before it."""
-    for name in reversed([*OPERATION_NAME_RE.finditer(text)]):
-        operation, position = Operation(name[1], {}, []), name.end()
+    for match in reversed([*OPERATION_NAME_RE.finditer(text)]):
+        operation = Operation(match[1], {}, [])
+        position = match.end()
         while argument := ARGUMENT_RE.match(text, position):
             key, value = argument.groups()
             if value.startswith("[") and (boxes := find_boxes(value)):
@@ -60,18 +61,20 @@ def center_in_box(answer: str, reference: str) -> float:
 
 
 def _mean_over_pairs(answer: str, reference: str, score: Callable[[Box, Box], float]) -> float:
-    """Return the mean score of pairs of boxes, the pairs with the highest scores first.
+    """Pair boxes of the answer and the reference greedily by score, and return the mean score.
 
-    A box belongs to at most one pair; boxes without a partner count as 0.
+    The pair with the highest score is formed first. A box belongs to at most one pair, and a box
+    without a partner scores 0.
     """
     answered, expected = (boxes_to_compare(text, reference) for text in (answer, reference))
     pairs = [(score(a, b), i, j) for i, a in enumerate(answered) for j, b in enumerate(expected)]
-    total, free, free_expected = 0.0, {*range(len(answered))}, {*range(len(expected))}
+    total = 0.0
+    unpaired_answered, unpaired_expected = {*range(len(answered))}, {*range(len(expected))}
     for value, i, j in sorted(pairs, reverse=True):
-        if i in free and j in free_expected:
+        if i in unpaired_answered and j in unpaired_expected:
             total += value
-            free.remove(i)
-            free_expected.remove(j)
+            unpaired_answered.remove(i)
+            unpaired_expected.remove(j)
     return total / max(len(answered), len(expected), 1)
 
 
@@ -81,10 +84,10 @@ def operation_name(answer: str, reference: str) -> float:
 
 
 def operation_arguments(answer: str, reference: str) -> float:
-    """Return the share of equal arguments if both texts have an operation of the same name, else 0.
+    """Return the share of equal arguments of both texts' operations.
 
-    Boxes are not compared. An argument that only one operation has counts as different. If neither
-    has arguments, the share is 1.
+    It is 0 if a text has no operation or the names differ, and 1 if neither operation has
+    arguments. Boxes are not compared. An argument that only one operation has counts as different.
     """
     if (operations := _operations_of_same_name(answer, reference)) is None:
         return 0.0
@@ -103,7 +106,10 @@ OPERATION_METRICS = {"operation_name": operation_name, "operation_arguments": op
 
 
 def metric_applies(name: str, reference: str) -> bool:
-    """Return whether a metric applies to a reference: a score of boxes only if it has boxes."""
+    """Return whether a metric applies to a reference.
+
+    Scores of boxes apply only to references with boxes, those of operations only to operations.
+    """
     if name in BOX_METRICS:
         return bool(boxes_to_compare(reference, reference))
     return name not in OPERATION_METRICS or find_operation(reference) is not None

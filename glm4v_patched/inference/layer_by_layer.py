@@ -2,7 +2,7 @@
 
 llm-compressor's sequential pipeline traces the complete model with torch.fx, which fails on
 sequences whose lengths depend on their images. Its basic pipeline keeps the statistics of all
-layers at once (100 GB at the real size). Here each layer is called alone, on its recorded inputs.
+layers at once (100 GB for glm-4v-9b). This pipeline calls each layer alone, on its recorded inputs.
 Only :mod:`export` imports this module.
 """
 
@@ -44,31 +44,35 @@ class LayerByLayer(CalibrationPipeline):
     @staticmethod
     def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
         transformer = model.transformer
-        stacks = [
+        stacks = [  # of layers: those of the vision tower, and those of the language model
             layers
             for layers in (transformer.vision.transformer.layers, transformer.encoder.layers)
             if any(hasattr(module, "quantization_scheme") for module in layers.modules())
         ]
         LifecycleCallbacks.calibration_start()
-        ticker = show_progress("quantizing", total=sum(map(len, stacks)), unit="layer")
-        with torch.no_grad(), DisableQuantization(model), ticker as progress:
+        num_layers = sum(map(len, stacks))
+        progress_bar = show_progress("quantizing", total=num_layers, unit="layer")
+        with torch.no_grad(), DisableQuantization(model), progress_bar as progress:
             for layers in stacks:
                 inputs = _capture_inputs(layers[0], model, dataloader)
                 for layer in layers:
                     for arguments in inputs:
-                        layer(*arguments)
+                        layer(*arguments)  # hooks of GPTQ collect statistics
+                    # GPTQ quantizes the layer.
                     LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
                     with HooksMixin.disable_hooks():
-                        for index, arguments in enumerate(inputs):  # in place, to save memory
+                        # The outputs replace the inputs one by one, to save memory.
+                        for index, arguments in enumerate(inputs):
                             inputs[index] = (layer(*arguments), *arguments[1:])
                     progress.update()
         LifecycleCallbacks.calibration_end()
 
 
 def _capture_inputs(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tuple]:
-    """Return the layer's positional arguments for each batch that reaches it.
+    """Return the layer's positional arguments for each batch.
 
-    The forward pass stops at the layer.
+    Each forward pass stops at the layer. A batch that does not reach the layer is left out: one
+    without images does not reach the vision tower.
     """
     inputs: list[tuple] = []
 
@@ -96,7 +100,7 @@ def quantize_with_gptq(
     Args:
         scheme: A preset scheme of compressed-tensors.
         ignore: Name patterns of layers that are not quantized.
-        conversations: Messages to calibrate with.
+        conversations: Conversations to calibrate with, each a list of messages.
     """
     model: Any
     model, processor = load_with_processor(base, device)
@@ -108,17 +112,17 @@ def quantize_with_gptq(
         return {name: batch[name].to(model.device) for name in names if name in batch}
 
     require_finite_logits(model, encode([conversations[0]]))
-    rows: Any = conversations
+    dataset: Any = conversations
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_gptq_warning)
     with ExitStack() as cleanup:
         cleanup.callback(reset_session)  # the session holds a reference to the model
-        # oneshot calls AutoConfig on the model's folder; the code there must not run.
+        # oneshot calls AutoConfig with the model's folder; code in that folder must not run.
         with applied():
             oneshot(
                 model=model,
                 processor=processor,
-                dataset=torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode),
+                dataset=torch.utils.data.DataLoader(dataset, batch_size=1, collate_fn=encode),
                 recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
                 pipeline=PIPELINE_NAME,
             )

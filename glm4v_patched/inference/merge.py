@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GENERATION_CONFIG = "generation_config.json"
-# Copied from the base model; save_pretrained of our classes writes the others.
+# Copied from the base model; save_pretrained of our classes writes all other files.
 COPIED_FILES = [GENERATION_CONFIG, "LICENSE*", "MODEL_LICENSE*"]
 PEFT_PREFIX = "base_model.model."  # begins the names of a peft model's modules
 # Settings of adapters that a merge handles, or that do not affect the weights.
@@ -37,10 +37,10 @@ MERGEABLE_FIELDS = PEFT_SETTING_TYPES.keys() - str.split(
     "bias corda_config ensure_weight_tying eva_config fan_in_fan_out init_lora_weights lora_bias "
     "modules_to_save use_qalora"
 ) | {"peft_type", "peft_version", "base_model_name_or_path", "megatron_core"}
-# Values of other fields that change no weight; null, false and empty values never do.
+# These values of other fields do not affect the weights. Nor does null, false or an empty value.
 NEUTRAL_FIELD_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
-# Largest RMS error of a merged layer's output relative to the output's RMS, by the dtype that the
-# merged weight is rounded to.
+# Largest RMS error of a merged layer's output, relative to the RMS of the output, by the dtype of
+# the merged weight.
 MERGE_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 
@@ -68,8 +68,8 @@ def merge(adapters: str, out: Path, revision: str | None = None) -> None:
     require_mergeable(base, out)
     folder = fetch_weights(base)
     require_free_disk(weight_bytes(folder), out)
-    with create_folder_atomically(out) as partial:
-        _write_merged(base, folder, partial)
+    with create_folder_atomically(out) as temporary_folder:
+        _write_merged(base, folder, temporary_folder)
 
 
 def require_mergeable(base: ModelSource, out: Path) -> None:
@@ -94,8 +94,8 @@ def require_mergeable(base: ModelSource, out: Path) -> None:
             f"{name} is {json.dumps(value)}" for name, value in sorted(unsupported.items())
         )
         raise ValueError(
-            f"{path}: {fields}: cannot be merged; expected only LoRA, rsLoRA or DoRA on linear "
-            "layers, and no other trained weights"
+            f"{path}: {fields}: such adapters cannot be merged; expected only LoRA, rsLoRA or DoRA "
+            "on linear layers, and no other trained weights"
         )
 
 
@@ -121,7 +121,11 @@ def fetch_weights(base: ModelSource) -> Path:
 def files_to_copy(folder: Path) -> list[Path]:
     """Return the files of a model's folder that match :data:`COPIED_FILES`."""
     # glob() would skip dangling links, which must raise an error.
-    return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in COPIED_FILES))
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if any(fnmatch(path.name, pattern) for pattern in COPIED_FILES)
+    )
 
 
 def copy_license_and_generation(folder: Path, out: Path) -> None:
@@ -139,10 +143,10 @@ def copy_license_and_generation(folder: Path, out: Path) -> None:
         if path.name != GENERATION_CONFIG:
             shutil.copyfile(path, out / path.name)
             continue
-        known = keep_known_settings(
+        settings = keep_known_settings(
             read_json_object(path), vars(GenerationConfig()), GENERATION_CONFIG
         )
-        write_atomically(out / GENERATION_CONFIG, json.dumps(known, indent=2) + "\n")
+        write_atomically(out / GENERATION_CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 def weight_bytes(folder: Path) -> int:
@@ -176,7 +180,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
         index = keep_transformers_entries(read_json_object(folder / WEIGHTS_INDEX))
         write_atomically(out / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
-    missing = {*layers}
+    unmerged = {*layers}
     shards = shards_of(folder)
     with show_progress("merging in fp32", total=len(shards), unit="file") as progress:
         for name in shards:
@@ -185,20 +189,20 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
                 tensors = {key: file.get_tensor(key) for key in keys}
             for key in layers.keys() & tensors.keys():
                 tensors[key] = merged_weight(layers[key], tensors[key], key)
-                missing.discard(key)
+                unmerged.discard(key)
             save_file(tensors, out / name, metadata={"format": "pt"})
             progress.update()
-    if missing:
+    if unmerged:
         raise ValueError(
-            f"{base.model} is missing {len(missing)} of the {len(layers)} weights that the "
-            f"adapters change: {listed(sorted(missing))}"
+            f"{base.model} is missing {len(unmerged)} of the {len(layers)} weights that the "
+            f"adapters change: {listed(sorted(unmerged))}"
         )
 
 
 def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
     """Return peft's LoRA layers by the names of the weights that they adapt.
 
-    Their base weights are placeholders without memory.
+    The base weights in these layers are placeholders that take no memory.
 
     Args:
         model: The base model on the meta device.
@@ -210,15 +214,15 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            # fp32 on the CPU, because peft creates adapters with the weight's device and dtype. A
-            # single expanded element takes no memory.
+            # peft creates adapters with the weight's device and dtype: the CPU, and fp32. One
+            # element, expanded to the weight's shape, takes no memory.
             placeholder = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
-    adapted = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
+    peft_model = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PEFT_PREFIX)}.weight": module
-        for name, module in adapted.named_modules()
+        for name, module in peft_model.named_modules()
         if isinstance(module, LoraLayer)
     }
     not_linear = [
@@ -229,13 +233,13 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
     if not_linear:
         raise ValueError(
             f"{base.adapters} adapts {len(not_linear)} layers that are not linear "
-            f"({listed(not_linear)}): these cannot be merged"
+            f"({listed(not_linear)}): such adapters cannot be merged"
         )
     return layers
 
 
 def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
-    """Return ``weight`` with its adapter merged in fp32 and rounded once, in the same dtype.
+    """Merge an adapter into ``weight`` in fp32, and return the result, rounded to weight's dtype.
 
     Args:
         layer: peft's LoRA layer.
@@ -252,7 +256,7 @@ def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
 
     base_layer = layer.get_base_layer()
     assert base_layer.weight.shape == weight.shape, (name, base_layer.weight.shape, weight.shape)
-    placeholder, bias = base_layer.weight, base_layer.bias
+    placeholder, bias = base_layer.weight, base_layer.bias  # restored below
     base_layer.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
     base_layer.bias = None  # LoRA does not change the bias
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))

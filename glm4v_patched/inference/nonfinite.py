@@ -1,6 +1,7 @@
 """Refuse to answer from NaN or infinite logits, and find their cause.
 
-Weights are read and hooks are set only after non-finite logits, so the search costs nothing before.
+The search for the cause reads all weights and repeats the forward pass with hooks. It starts only
+after non-finite logits, so answers with finite logits take no longer.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ class NonFiniteLogits(RuntimeError):
 class RequireFiniteLogits(LogitsProcessor):
     """A logits processor that raises :class:`NonFiniteLogits`.
 
-    It synchronizes with the device, as transformers' own loop does after each token anyway.
+    Reading the logits synchronizes with the device, which transformers' own loop does anyway after
+    each token.
     """
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -38,7 +40,7 @@ class RequireFiniteLogits(LogitsProcessor):
 def has_finite_logits(logits_BV: Tensor) -> Tensor:
     """Return whether each sequence's logits are finite, ``(B,)`` bool.
 
-    A sequence may have logits of minus infinity, which exclude tokens, beside finite ones.
+    Minus infinity excludes a token. Some of a sequence's logits may have this value, but not all.
     """
     return logits_BV.amax(-1).isfinite()
 
@@ -58,15 +60,21 @@ def require_finite_logits(model: Any, batch: Any) -> None:
 
 
 def describe_cause(model: Any, batch: Any) -> str:
-    """Return a line with the first non-finite weight; if none, input; if none, layer output."""
+    """Return a line about where NaN or infinity first occurs.
+
+    The weights are checked first, then the inputs, then the outputs of the layers.
+    """
     if name := _nonfinite_weight(model):
         return (
-            f"{NONFINITE_LOGITS}, because the weight {name} is. Either its file is damaged or the "
-            "training diverged: use an earlier checkpoint"
+            f"{NONFINITE_LOGITS}, because the weight {name} is NaN or infinite. Either its file is "
+            "damaged, or the training diverged: use an earlier checkpoint"
         )
     for name, tensor in batch.items():
         if isinstance(tensor, Tensor) and not _is_finite(tensor):
-            return f"{NONFINITE_LOGITS}, because the input {name} is; all weights are finite"
+            return (
+                f"{NONFINITE_LOGITS}, because the input {name} is NaN or infinite; all weights are "
+                "finite"
+            )
     if not (name := _first_nonfinite_layer(model, batch)):
         return (
             f"{NONFINITE_LOGITS} after the prompt; all weights are finite, and so are all outputs "
@@ -109,8 +117,8 @@ def _first_nonfinite_layer(model: Any, batch: Any) -> str:
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_hook(make_hook(name)))
-        # With gradients enabled, neither CUDA graphs nor fused inference kernels are used. Errors
-        # that NaN itself causes are ignored.
+        # With gradients enabled, neither CUDA graphs nor fused inference kernels are used, so all
+        # hooks are called. Errors that NaN causes in the model are ignored.
         with torch.enable_grad(), suppress(ValueError, RuntimeError):
             model(**batch, use_cache=False)
     return names[0] if names else ""
@@ -118,13 +126,11 @@ def _first_nonfinite_layer(model: Any, batch: Any) -> str:
 
 def _largest_scaling(model: Any) -> float:
     """Return the largest factor that peft multiplies an adapter's output by, or 0."""
-    by_module = [getattr(module, "scaling", None) for module in model.modules()]
-    factors = [
-        factor
-        for by_adapter in by_module
-        if isinstance(by_adapter, dict)
-        for factor in by_adapter.values()
-    ]
+    factors: list[float] = []
+    for module in model.modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, dict):  # peft's factors by name of the adapter
+            factors += scaling.values()
     return max(map(abs, factors), default=0.0)
 
 

@@ -35,10 +35,10 @@ class Question(NamedTuple):
     """A row of a data file, split into prompt and reference answer.
 
     Args:
-        row: Line in the file.
+        row: Number of the row, from 1.
         prompt: The messages before the answer.
         reference: The answer that the row ends with; None if it ends with a question.
-        swapped: Whether the images are those of another row.
+        swapped: Whether the prompt has the images of another row (:func:`scoring.swap_images`).
     """
 
     row: int
@@ -48,12 +48,12 @@ class Question(NamedTuple):
 
 
 def _check_range(low: float, high: float, expected: str) -> Callable[[float], str | None]:
-    """Return a check that returns None for a value in range, and ``expected`` otherwise."""
+    """Return a function that returns None for a value in range, and ``expected`` otherwise."""
     return lambda value: None if low <= value <= high else expected
 
 
 CHECK_TEMPERATURE = _check_range(
-    MIN_TEMPERATURE, sys.float_info.max, "at least 0.001 (without it, answers are greedy)"
+    MIN_TEMPERATURE, sys.float_info.max, "at least 0.001 (leave it out for greedy answers)"
 )
 CHECK_TOP_P = _check_range(math.ulp(0), 1, "a number above 0, at most 1")
 CHECK_PENALTY = _check_range(MIN_PENALTY, MAX_PENALTY, "a number from 0.01 to 100")
@@ -128,7 +128,11 @@ class ModelOptions:
     cache: str = option("auto", "the kind of KV cache", choices=CACHES)
 
     def placement(self) -> Placement:
-        """Return the processes and their devices; raise ``ValueError`` if a GPU is missing."""
+        """Return the processes and their devices.
+
+        Raises:
+            ValueError: A GPU is missing, or options cannot be combined.
+        """
         check_weights_option(self.weights, self.device, self.cache)
         if self.weights is not None and self.dtype != "auto":
             raise ValueError(
@@ -167,7 +171,7 @@ class AnswerOptions(ModelOptions):
         require_apart(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
 
 
-def read_questions(path: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
+def read_questions(data: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
     """Read the questions of a data file; an assistant's message at the end is the reference.
 
     Args:
@@ -177,7 +181,7 @@ def read_questions(path: str | Path | DataSource, with_reference: bool = False) 
         ValueError: Lists all rows with problems.
     """
     questions: list[Question] = []
-    rows, problems = split_usable_rows(iter_rows(path, for_training=False))
+    rows, problems = split_usable_rows(iter_rows(data, for_training=False))
     for row in rows:
         question = make_question(row.line, row.messages)
         if question.reference is not None or not with_reference:
@@ -190,31 +194,35 @@ def read_questions(path: str | Path | DataSource, with_reference: bool = False) 
             problems.append(RowProblem(row.line, message))
     if problems:
         problems.sort(key=lambda problem: problem.line)
-        raise ValueError(describe_problems(path, problems, len(questions) + len(problems)))
+        raise ValueError(describe_problems(data, problems, len(questions) + len(problems)))
     return questions
 
 
 def evenly_spaced(items: Sequence[Any], max_items: int) -> list[Any]:
     """Return up to ``max_items`` of the items, evenly spaced."""
-    number = min(len(items), max_items)
-    return [items[index * len(items) // number] for index in range(number)]
+    num_items = min(len(items), max_items)
+    return [items[index * len(items) // num_items] for index in range(num_items)]
 
 
 def make_question(row: int, messages: list[dict]) -> Question:
-    """Split a conversation into a prompt and, if it ends with an answer, that as the reference."""
+    """Split a conversation into a prompt and a reference answer.
+
+    The reference is the last message if it is the assistant's, otherwise None.
+    """
     *prompt, last = messages
     if last["role"] != "assistant":
         return Question(row, drop_train_flags(messages))
-    tool, text = last.get("metadata"), text_of(last)
-    return Question(row, drop_train_flags(prompt), f"{tool}\n{text}" if tool else text)
+    tool_name, text = last.get("metadata"), text_of(last)
+    reference = f"{tool_name}\n{text}" if tool_name else text
+    return Question(row, drop_train_flags(prompt), reference)
 
 
 def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
     """Return the sha256 of each image file by path; raise ``ValueError`` for an unreadable file."""
-    rows = {path: question.row for question in questions for path in images_of(question.prompt)}
+    row_of = {path: question.row for question in questions for path in images_of(question.prompt)}
     digests = {}
-    with show_progress("reading images", total=len(rows), unit="file") as progress:
-        for path, row in rows.items():
+    with show_progress("reading images", total=len(row_of), unit="file") as progress:
+        for path, row in row_of.items():
             try:
                 digests[path] = FileStamp.of(path).sha256
             except ValueError as error:
@@ -223,15 +231,16 @@ def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
     return digests
 
 
-def digest_questions(questions: Sequence[Question], images: Mapping[str, str]) -> str:
+def digest_questions(questions: Sequence[Question], image_digests: Mapping[str, str]) -> str:
     """Return the sha256 of all prompts and references.
 
     Args:
-        images: From :func:`digest_image_files`; replaces the paths, so that images may move.
+        image_digests: The result of :func:`digest_image_files`. Digests stand in place of paths, so
+            that image files may be moved.
     """
     digest = hashlib.sha256()
     for question in questions:
-        prompt = replace_images(question.prompt, images.__getitem__)
+        prompt = replace_images(question.prompt, image_digests.__getitem__)
         values = [question.row, prompt, question.reference, question.swapped]
         digest.update(json.dumps(values, sort_keys=True).encode())
     return digest.hexdigest()

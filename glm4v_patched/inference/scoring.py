@@ -32,11 +32,11 @@ def token_f1(answer: str, reference: str) -> float:
 
     Each Chinese or Japanese character counts as a word. Two texts without words score 1.
     """
-    words, expected = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
-    if not words or not expected:
-        return float(words == expected)
-    common = (words & expected).total()
-    return 2 * common / (words.total() + expected.total())
+    answered, expected = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
+    if not answered or not expected:
+        return float(answered == expected)
+    num_common = (answered & expected).total()
+    return 2 * num_common / (answered.total() + expected.total())
 
 
 METRICS: dict[str, Metric] = {
@@ -73,7 +73,7 @@ def load_metric(text: str) -> tuple[str, Metric]:
 
 
 def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """Return the mean score of pairs of answer and reference, to 4 digits; None without pairs.
+    """Return the mean score of (answer, reference) pairs, rounded to 4 digits; None without pairs.
 
     Raises ``ValueError`` if the metric raises, or returns NaN or infinity.
     """
@@ -91,23 +91,24 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
     return round(math.fsum(scores) / len(scores), 4) if scores else None
 
 
-def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
+def swap_images(questions: Sequence[Question], image_digests: Mapping[str, str]) -> list[Question]:
     """Return questions with all of their images replaced by those of another row, the partner.
 
-    A partner has another reference and as many images, none of which the row has. Partners with the
-    same question text are preferred. Rows without images or without a partner are left out.
+    The partner has another reference answer and the same number of images, but no image in common.
+    Partners with the same question text are preferred. Rows without images or without a partner are
+    left out.
 
     Args:
-        digests: sha256 of image files by path; equal digests are the same image.
+        image_digests: sha256 of image files by path. Files with equal digests are the same image.
     """
     groups: dict[tuple, list[Question]] = defaultdict(list)
     for question in questions:
-        if number := len(images_of(question.prompt)):
-            groups[number,].append(question)
-            groups[number, text_of(question.prompt[-1])].append(question)
+        if num_images := len(images_of(question.prompt)):
+            groups[num_images,].append(question)
+            groups[num_images, text_of(question.prompt[-1])].append(question)
     partners: dict[int, Question] = {}
-    for key in sorted(groups, key=len):  # groups with the same text come last, and take precedence
-        partners |= _find_partners(groups[key], digests)
+    for key in sorted(groups, key=len):  # the last groups have equal texts; their partners win
+        partners |= _find_partners(groups[key], image_digests)
     return [
         question._replace(
             prompt=_replace_all_images(question.prompt, images_of(partners[question.row].prompt)),
@@ -119,43 +120,47 @@ def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> li
 
 
 def _find_partners(
-    questions: Sequence[Question], digests: Mapping[str, str]
+    questions: Sequence[Question], image_digests: Mapping[str, str]
 ) -> dict[int, Question]:
-    """Return each row's partner by row number: it has another reference and none of its images."""
+    """Return the partner of each question, by row number; see :func:`swap_images`."""
     # Shuffled, because neighbors in a file that is sorted by answers have the same reference.
-    rows = random.Random(0).sample(questions, len(questions))
-    images = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
-    # The search skips runs of equal values: trying each row takes minutes if most are equal.
-    next_reference = _steps_to_next_different([row.reference for row in rows])
-    next_images = _steps_to_next_different(images)
+    shuffled = random.Random(0).sample(questions, len(questions))
+    images = [
+        frozenset(image_digests[path] for path in images_of(question.prompt))
+        for question in shuffled
+    ]
+    # The search skips runs of equal values. To try each question would take minutes if most of them
+    # are equal.
+    reference_steps = _steps_to_next_different([question.reference for question in shuffled])
+    image_steps = _steps_to_next_different(images)
     partners: dict[int, Question] = {}
-    for index, row in enumerate(rows):
-        steps = next_reference[index]
-        while steps < len(rows):
-            other = (index + steps) % len(rows)
-            if rows[other].reference == row.reference:
-                steps += next_reference[other]
+    for index, question in enumerate(shuffled):
+        steps = reference_steps[index]
+        while steps < len(shuffled):
+            other = (index + steps) % len(shuffled)
+            if shuffled[other].reference == question.reference:
+                steps += reference_steps[other]
             elif images[other] == images[index]:
-                steps += next_images[other]
+                steps += image_steps[other]
             elif images[other] & images[index]:
                 steps += 1
             else:
-                partners[row.row] = rows[other]
+                partners[question.row] = shuffled[other]
                 break
     return partners
 
 
 def _steps_to_next_different(values: Sequence[Any]) -> list[int]:
-    """Return for each value how many steps away the next different value is, cyclically.
+    """Return for each value the distance to the next different value, such as [2, 1, 1] for "aab".
 
-    If all values are equal, each result is the number of values.
+    The first value follows the last one. If all values are equal, each distance is their number.
     """
     size = len(values)
     steps = [size] * size
-    for position in reversed(range(2 * size - 1)):
-        index, following = position % size, (position + 1) % size
-        is_different = values[index] != values[following]
-        steps[index] = 1 if is_different else min(steps[following] + 1, size)
+    for position in reversed(range(2 * size - 1)):  # two rounds, because values wrap around
+        index, next_index = position % size, (position + 1) % size
+        is_different = values[index] != values[next_index]
+        steps[index] = 1 if is_different else min(steps[next_index] + 1, size)
     return steps
 
 

@@ -26,27 +26,31 @@ from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 
 class MultiImageInfo(glm4v.GLM4VProcessingInfo):
-    """Processing info without a limit of images in a prompt; vLLM's class allows one."""
+    """Processing info that allows any number of images per prompt; vLLM's class allows one."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
 
 class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
-    """A multimodal processor that also accepts token ids whose images are expanded already.
+    """A multimodal processor that also accepts prompts whose image tokens are expanded already.
 
-    This package's processor expands them, and TRL passes its token ids to vLLM.
+    This package's processor puts all tokens of an image into the prompt, and TRL passes these token
+    ids on to vLLM.
     """
 
     def _postprocess_prompt(self, prompt: list[int]) -> list[int]:
-        num_inner = self.info.get_num_image_tokens()
-        return collapse_image_tokens(prompt, self.info.get_hf_config(), num_inner)
+        num_inner_tokens = self.info.get_num_image_tokens()
+        return collapse_image_tokens(prompt, self.info.get_hf_config(), num_inner_tokens)
 
-    _apply_hf_processor_tokens_only = _postprocess_prompt  # its name in other releases
+    _apply_hf_processor_tokens_only = _postprocess_prompt  # the name in other releases of vLLM
 
 
 class RefuseTowerAdapters(WeightsMapper):
-    """vLLM's weight mapper, but it refuses tower adapters, which vLLM would load and not apply."""
+    """A weight mapper that refuses adapters on the vision tower.
+
+    vLLM itself would load them without an error, but not apply them.
+    """
 
     def _map_name(self, key: str) -> str | None:
         if key.startswith("transformer.vision.") and ".lora_" in key:
@@ -54,10 +58,10 @@ class RefuseTowerAdapters(WeightsMapper):
         return super()._map_name(key)
 
     def get_rename_mapper(self) -> "RefuseTowerAdapters":
-        return _refusing(super().get_rename_mapper())
+        return _refuse_tower_adapters(super().get_rename_mapper())
 
 
-def _refusing(mapper: WeightsMapper) -> RefuseTowerAdapters:
+def _refuse_tower_adapters(mapper: WeightsMapper) -> RefuseTowerAdapters:
     return RefuseTowerAdapters(**vars(mapper))
 
 
@@ -67,12 +71,15 @@ def _refusing(mapper: WeightsMapper) -> RefuseTowerAdapters:
     dummy_inputs=glm4v.GLM4VDummyInputsBuilder,
 )
 class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
-    """glm-4v: an image's inner tokens share one position, and image tokens are not generated."""
+    """glm-4v, with one position for the tokens between an image's begin and end.
 
-    hf_to_vllm_mapper = _refusing(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
+    It does not generate image tokens.
+    """
+
+    hf_to_vllm_mapper = _refuse_tower_adapters(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        # SharedPositions has set this, in this process or in the one that sent the config.
+        # SharedPositions has set uses_mrope, in this process or in the one that sent the config.
         assert vllm_config.model_config.uses_mrope, "vLLM would not ask the model for positions"
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         rotary = [module for module in self.modules() if isinstance(module, RotaryEmbedding)]
@@ -81,11 +88,12 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[Tensor, int]:
-        """Return positions ``(3, L)`` int64 in equal rows, and the next position minus ``L``."""
-        ranges = [feature.mm_position for feature in mm_features]
-        positions = shared_positions(
-            len(input_tokens), [(image.offset, image.length) for image in ranges]
-        )
+        """Return positions ``(3, L)`` int64, and the next position minus ``L``.
+
+        The three rows are equal.
+        """
+        images = [(f.mm_position.offset, f.mm_position.length) for f in mm_features]
+        positions = shared_positions(len(input_tokens), images)
         next_position = int(positions[-1]) + 1
         return positions.repeat(3, 1), next_position - len(input_tokens)
 

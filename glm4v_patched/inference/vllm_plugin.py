@@ -6,8 +6,8 @@ one position. Without this plug-in, an image with ``n`` inner tokens makes the p
 after it too large by ``n - 1``.
 
 vLLM calls :func:`register` in each of its processes, whatever model it serves. So this module
-imports vLLM's models only when a glm-4v is served, and an incompatible vLLM is an error for glm-4v
-only.
+imports vLLM's models only when vLLM serves a glm-4v, and an incompatible vLLM is an error for
+glm-4v only.
 """
 
 import importlib
@@ -27,14 +27,14 @@ ARCHITECTURE = "GLM4VForCausalLM"
 # vLLM imports this class when it serves a glm-4v. The class is named like the architecture, because
 # vLLM finds a model's settings by that name.
 MODEL_CLASS = f"glm4v_patched.inference.vllm_model:{ARCHITECTURE}"
-# Tests ran with the last vLLM for torch 2.11 (0.26.0), for 2.13 (0.32.0) and for 2.14 (0.33.0).
+# Tested with the last vLLM for torch 2.11 (0.26.0), for torch 2.13 (0.32.0) and for 2.14 (0.33.0).
 OLDEST_VLLM, NEWEST_VLLM = "0.26.0", "0.33.0"
 # A child of vLLM's logger, so that this plug-in's lines appear among vLLM's.
 logger = logging.getLogger("vllm.glm4v_patched")
 
 
-# vLLM's names that the plug-in uses, by module, each with the parameters that it must have; None:
-# the parameters are not compared.
+# vLLM's names that the plug-in uses, by module. The value of a name is the parameters that it must
+# have, or None if these are not compared.
 _USED_NAMES: dict[str, dict[str, str | None]] = {
     "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": None},
     "vllm.transformers_utils.config": {"uses_mrope": "config"},
@@ -52,7 +52,8 @@ _USED_NAMES: dict[str, dict[str, str | None]] = {
     },
     "vllm.model_executor.layers.rotary_embedding": {"RotaryEmbedding": None},
 }
-# Methods of vllm.model_executor.models.glm4v, of which a vLLM has one, for a prompt's token ids.
+# Methods in vllm.model_executor.models.glm4v that process a prompt's token ids. A release of vLLM
+# must have one of them.
 _PROMPT_HOOKS = {
     "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only": "self prompt_tokens",
     "GLM4VMultiModalProcessor._postprocess_prompt": "self prompt",
@@ -67,15 +68,15 @@ def register() -> None:
         hooks.setdefault(ARCHITECTURE, SharedPositions)
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
-            cure = pip_install("glm4v-patched[vllm]")
-            raise RuntimeError(f"vllm is not installed: {cure}") from error
+            command = pip_install("glm4v-patched[vllm]")
+            raise RuntimeError(f"vllm is not installed: {command}") from error
         # Logged, not raised: an error would stop this vLLM for all models. For a glm-4v,
         # `check_vllm` raises it.
         logger.error("glm-4v would get wrong positions: %s", _incompatible([error]))
 
 
 class SharedPositions:
-    """vLLM's hooks for the settings of a glm-4v, called before it starts any process."""
+    """Hooks that vLLM calls with the config of a glm-4v before it starts any process."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -87,7 +88,7 @@ class SharedPositions:
                 "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
-        # vLLM's config has no default for this, and its layers test any value for truth.
+        # vLLM has no default for original_rope. Its layers would take any value as true or false.
         config.original_rope = getattr(config, "original_rope", True)
         if not isinstance(config.original_rope, bool):
             raise ValueError(
@@ -95,8 +96,8 @@ class SharedPositions:
                 "glm-4v-9b, or false, as in cogagent-9b"
             )
         # This only declares custom positions; the model class computes RoPE from its own settings.
-        # M-RoPE has three rows of positions. All rotary pairs use the first: kv_channels / 4 pairs,
-        # because RoPE rotates half of a head.
+        # M-RoPE has three rows of positions, and mrope_section is how many rotary pairs use each
+        # row. Here, all use the first: kv_channels / 4 pairs, because RoPE rotates half of a head.
         section = [config.kv_channels // 4, 0, 0]
         parameters = getattr(config, "rope_parameters", None) or {}
         config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
@@ -128,19 +129,20 @@ def check_vllm() -> None:
     import vllm
 
     if Version(vllm.__version__) < Version(OLDEST_VLLM):
-        message = f"it was tested with {OLDEST_VLLM} to {NEWEST_VLLM}"
-        raise RuntimeError(_incompatible([message]))
+        reason = f"this package was tested with {OLDEST_VLLM} to {NEWEST_VLLM}"
+        raise RuntimeError(_incompatible([reason]))
     mismatches = [
         mismatch
         for module, names in _USED_NAMES.items()
         for name, parameters in names.items()
         if (mismatch := _find_mismatch(module, name, parameters)) is not None
     ]
-    prompt_hooks = [
+    hook_mismatches = [
         _find_mismatch("vllm.model_executor.models.glm4v", name, parameters)
         for name, parameters in _PROMPT_HOOKS.items()
     ]
-    mismatches += [] if None in prompt_hooks else filter(None, prompt_hooks)
+    if None not in hook_mismatches:  # no hook matches
+        mismatches += filter(None, hook_mismatches)
     if not mismatches:
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         if hooks.get(ARCHITECTURE) is not SharedPositions:
@@ -152,10 +154,10 @@ def check_vllm() -> None:
 
 
 def require_rotation(original_rope: bool, neox_styles: Iterable[bool]) -> None:
-    """Raise ``RuntimeError`` unless vLLM's layers rotate as the config says.
+    """Raise ``RuntimeError`` unless the rotary embeddings of vLLM's layers are as the config says.
 
     Args:
-        original_rope: The config's setting. False is rotate_half, which vLLM calls neox style.
+        original_rope: The config's setting. False means rotate_half, which vLLM calls neox style.
         neox_styles: ``is_neox_style`` of each rotary embedding of vLLM's model.
     """
     if any(style is original_rope for style in neox_styles):
@@ -181,10 +183,10 @@ def _find_mismatch(module: str, name: str, expected: str | None) -> str | None:
 def _incompatible(reasons: Iterable[object]) -> str:
     """Return the message about an incompatible vLLM."""
     vllm = importlib.import_module("vllm")
-    cure = pip_install(f"vllm>={OLDEST_VLLM},<={NEWEST_VLLM}")
+    command = pip_install(f"vllm>={OLDEST_VLLM},<={NEWEST_VLLM}")
     return (
         f"glm4v_patched cannot give glm-4v its positions in vLLM {vllm.__version__}: "
-        f"{'; '.join(map(str, reasons))}. {cure} (or set VLLM_PLUGINS= to serve without the "
+        f"{'; '.join(map(str, reasons))}. {command} (or set VLLM_PLUGINS= to serve without the "
         "plug-in; answers about images then differ from the trained model's)"
     )
 
@@ -194,49 +196,51 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
 
     Args:
         length: Tokens in the sequence.
-        images: For each image, the index of its first token (its begin) and its number of tokens,
-            begin and end included.
+        images: For each image, the index of its begin token, and its number of tokens, including
+            begin and end.
 
     Returns:
         ``(length,)`` int64, as :func:`..remote.image_layout.expand_image_placeholders` computes
         them.
     """
-    steps = torch.ones(length, dtype=torch.long)
-    steps[:1] = 0
+    increments = torch.ones(length, dtype=torch.long)
+    increments[:1] = 0
     for begin, count in images:
         # Begin, first inner token and end advance the position; the other inner tokens do not.
-        steps[begin + 2 : begin + count - 1] = 0
-    return steps.cumsum(0)
+        increments[begin + 2 : begin + count - 1] = 0
+    return increments.cumsum(0)
 
 
 def never_generated_ids(config: Any) -> list[int]:
-    """Return the image token ids. A trainer would mistake one in an answer for a lost image.
+    """Return the ids of image tokens, which an answer must not contain.
 
+    A trainer would take them for an image whose pixels are missing.
     :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate them either.
     """
-    image_token = getattr(config, "image_token_id", None)  # not in a published config
-    token_ids = (config.boi_token_id, config.eoi_token_id, image_token)
+    image_token_id = getattr(config, "image_token_id", None)  # not in a published config
+    token_ids = (config.boi_token_id, config.eoi_token_id, image_token_id)
     return [token_id for token_id in token_ids if token_id is not None]
 
 
-def collapse_image_tokens(ids: list[int], config: Any, num_inner: int) -> list[int]:
+def collapse_image_tokens(ids: list[int], config: Any, num_inner_tokens: int) -> list[int]:
     """Return token ids with a single inner token per image, as vLLM expects them.
 
     Args:
-        ids: Token ids. Each image is either expanded, with ``num_inner`` image tokens between its
-            begin and end, as this package's processor returns it, or has a single inner token.
-        num_inner: Number of inner tokens of an expanded image.
+        ids: Token ids. An image has either ``num_inner_tokens`` image tokens between its begin and
+            end (this package's processor returns it so), or a single token.
+        num_inner_tokens: Number of inner tokens that the model makes of an image.
     """
     # A published config has no image token, because its processor does not expand images.
-    image_token = getattr(config, "image_token_id", None)
-    expanded = [config.boi_token_id, *[image_token] * num_inner, config.eoi_token_id]
+    image_token_id = getattr(config, "image_token_id", None)
+    expanded = [config.boi_token_id, *[image_token_id] * num_inner_tokens, config.eoi_token_id]
     collapsed = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]
     result: list[int] = []
     index = 0
     while index < len(ids):
-        is_image = ids[index] == config.boi_token_id and (
-            ids[index : index + len(expanded)] == expanded
-        )
-        result += collapsed if is_image else [ids[index]]
-        index += len(expanded) if is_image else 1
+        if ids[index] == config.boi_token_id and ids[index : index + len(expanded)] == expanded:
+            result += collapsed
+            index += len(expanded)
+        else:
+            result.append(ids[index])
+            index += 1
     return result

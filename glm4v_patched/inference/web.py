@@ -14,7 +14,7 @@ from .serving.serve import allowed_hosts, open_listener
 PAGE_HOST = "127.0.0.1"
 PAGE_PORT = 7860
 MAX_PAGE_BODY_BYTES = 128 * 10**6
-"""Large, because the page sends all images of the conversation with each question, as base64."""
+"""Large, because with each question, the page sends all images of the conversation as base64."""
 
 
 def chat_in_browser(options: Namespace) -> None:
@@ -28,8 +28,8 @@ def chat_in_browser(options: Namespace) -> None:
         )
     if options.other == options.model:
         raise ValueError(
-            f"the second model ({options.other}) is the same as the first: give another, or leave "
-            "it out"
+            f"the second model ({options.other}) is the same as the first: choose another, or "
+            "leave it out"
         )
     model_options = from_namespace(ModelOptions, options)
     generation = from_namespace(Generation, options)
@@ -52,7 +52,7 @@ def chat_in_browser(options: Namespace) -> None:
         hosts=allowed_hosts(PAGE_HOST, None),
         max_body_bytes=MAX_PAGE_BODY_BYTES,
     )
-    # The key is in the fragment (#), which browsers do not send and no log of requests contains.
+    # The key is in the fragment (#). Browsers do not send it, so no log of requests contains it.
     fragment = {"key": limits.api_key} | ({"system": options.system} if options.system else {})
 
     def print_address() -> None:

@@ -85,13 +85,13 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
 
 def test_batches_and_a_static_cache_answer_as_single_rows_do(files, tmp_path, monkeypatch):
     """The cache is reused for the next batch of the same size; the last batch is smaller."""
-    used_caches, empty_cache = [], static_cache.StaticCaches.empty_cache
+    used_caches, make_empty_cache = [], static_cache.StaticCaches.make_empty_cache
 
     def record_cache(self, rows, positions):
-        used_caches.append((rows, empty_cache(self, rows, positions)))
+        used_caches.append((rows, make_empty_cache(self, rows, positions)))
         return used_caches[-1][1]
 
-    monkeypatch.setattr(static_cache.StaticCaches, "empty_cache", record_cache)
+    monkeypatch.setattr(static_cache.StaticCaches, "make_empty_cache", record_cache)
     model = str(files.adapters)
     ways = [(1, "dynamic"), (3, "dynamic"), (4, "static"), (2, "static")]
     for rows, cache in ways:
@@ -172,7 +172,7 @@ def test_end_ids_are_the_generation_configs_or_else_the_configs(answerer, monkey
     for eos, ends in ((None, own), (0, [0]), ([7, 8], [7, 8]), (7, [7])):
         monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=eos))
         ending = Answerer(loaded, Generation())
-        assert ending.end_ids == ends
+        assert ending.eos_token_ids == ends
 
     def generate(**batch):
         return torch.cat([batch["input_ids"], torch.tensor([[5, 7, 7], [5, 6, 8]])], 1)

@@ -167,11 +167,18 @@ def test_the_host_does_not_synchronize_between_two_tokens(model, mode, lag_of_tw
 
 def test_a_cache_is_reused_as_long_as_it_is_large_enough():
     caches = StaticCaches(tiny_model(), 64)
-    first = caches.empty_cache(1, 64)
-    assert caches.empty_cache(1, 64) is first
-    larger = caches.empty_cache(1, 65)
-    assert first is not larger is caches.empty_cache(1, 128) is not caches.empty_cache(1, 129)
-    assert caches.empty_cache(2, 64) is not caches.empty_cache(1, 64)  # one is kept at a time
+    first = caches.make_empty_cache(1, 64)
+    assert caches.make_empty_cache(1, 64) is first
+    larger = caches.make_empty_cache(1, 65)
+    assert (
+        first
+        is not larger
+        is caches.make_empty_cache(1, 128)
+        is not caches.make_empty_cache(1, 129)
+    )
+    assert caches.make_empty_cache(2, 64) is not caches.make_empty_cache(
+        1, 64
+    )  # one is kept at a time
 
 
 @pytest.mark.gpu

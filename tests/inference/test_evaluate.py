@@ -338,9 +338,9 @@ def test_expected_boxes_are_green_and_answered_boxes_red_where_they_are(image, t
 
 def test_boxes_are_named_with_their_iou_and_drawn_on_a_single_image_only(image):
     box, half = "[[000,000,200,200]]", "[[000,000,100,200]]"
-    cell = contact_sheet.cell_lines(question(1, box, image("blue")), half, 1)
+    cell = contact_sheet.cell_texts(question(1, box, image("blue")), half, 1)
     assert cell[0][0] == "row 1, blue.png, IoU 0.50"
-    assert contact_sheet.cell_lines(question(1, "no box"), half, 1)[0][0] == "row 1"
+    assert contact_sheet.cell_texts(question(1, "no box"), half, 1)[0][0] == "row 1"
     colors = [color for _, color in contact_sheet._boxes_to_draw(question(1, box), half)]
     assert colors == [contact_sheet.RED, contact_sheet.GREEN]
 

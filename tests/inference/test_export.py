@@ -16,7 +16,7 @@ from glm4v_patched.demo.tiny_model import IMAGE_SIDE
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.inference import export as module
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.export import EXPORT_FORMATS, require_compressor
+from glm4v_patched.inference.export import EXPORT_FORMATS, require_llm_compressor
 from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.find import find_source
@@ -49,7 +49,7 @@ def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8"
 
 
 def test_a_machine_without_gpu_is_told_how_to_use_the_cpu(tmp_path, learned, monkeypatch, capsys):
-    monkeypatch.setattr(module, "require_compressor", lambda: None)
+    monkeypatch.setattr(module, "require_llm_compressor", lambda: None)
     monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "a reason"))
     assert export(tmp_path, tmp_path / "out", learned, "--device", "cuda") == 1
     assert "there is no GPU: a reason; to use the CPU: --device cpu" in capsys.readouterr().err
@@ -79,7 +79,8 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     evaluation = ["--evaluate", str(learned), "--max-new-tokens", "2"]
     assert export(files.model, out, learned, *evaluation, bits=bits) == 0
     printed = capsys.readouterr().out
-    assert "calibrating with 8 rows; weights 3.1 MB" in printed and "right images" in printed
+    assert "calibrating with 8 rows on cpu, in the saved dtype; weights 3.1 MB" in printed
+    assert "right images" in printed
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # nothing beside it
     before, after = logits(files.model, learned), logits(out, learned)
     images = apart(logits(out, learned, swapped=True), after)
@@ -136,10 +137,10 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     monkeypatch.setattr(module, "version", versions.__getitem__)
     monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])
     with words.refused(RuntimeError, "0.15.0 is installed", cure=pip_install(EXTRA)):
-        require_compressor()
+        require_llm_compressor()
     versions |= {"llmcompressor": "0.14.0.1", "transformers": "5.24.0"}
     with words.refused(RuntimeError, "5.24.0 is installed", cure=pip_install(EXTRA)):
-        require_compressor()
+        require_llm_compressor()
     versions["transformers"] = "5.17.0"
     monkeypatch.setattr("glm4v_patched.models.find.require_packages", lambda *_: None)
 

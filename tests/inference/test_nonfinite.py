@@ -108,7 +108,7 @@ def test_no_token_of_such_logits_is_handed_on(loaded, monkeypatch, late, generat
 def test_logits_that_become_infinite_on_the_way_are_no_answer(answerer, cache, ends_at):
     """The last ones are looked at again: NaN stays in a cache."""
     answerer = Answerer((answerer.model, answerer.processor), answerer.generation, cache)
-    answerer.end_ids = []
+    answerer.eos_token_ids = []
     calls = []
 
     def spoil(module, arguments, output):
@@ -149,7 +149,8 @@ def test_images_are_blamed_where_they_are_the_cause(files, answerer):
     assert not torch.isfinite(answerer.model(**inputs).logits[0, -1]).all()
     message = describe_cause(answerer.model, inputs)
     assert message == (
-        "the logits are NaN or infinite, because the input pixel_values is; all weights are finite"
+        "the logits are NaN or infinite, because the input pixel_values is NaN or infinite; all "
+        "weights are finite"
     )
     with pytest.raises(NonFiniteLogits, match="because the input pixel_values is"):
         answerer.answer_encoded(inputs)

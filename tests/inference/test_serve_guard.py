@@ -376,12 +376,12 @@ def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
     used = len(os.listdir("/dev/fd")) + connections.RESERVED_FILES
     for files, expected in ((connections.resource.RLIM_INFINITY, 256), (10**6, 256)):
         limit(files)
-        assert connections.max_connections() == (expected, 64)
+        assert connections.find_connection_limits() == (expected, 64)
     limit(used + 81)
-    assert connections.max_connections() == (40, 10)
+    assert connections.find_connection_limits() == (40, 10)
     limit(used + 31)
     with pytest.raises(RuntimeError, match=rf"open {used + 31} files.*for 15 client.*ulimit -n"):
-        connections.max_connections()
+        connections.find_connection_limits()
 
 
 @pytest.mark.parametrize(

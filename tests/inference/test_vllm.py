@@ -294,7 +294,7 @@ def test_an_older_vllm_is_refused_and_a_newer_one_is_warned_about(fake, logged):
         assert ("tested with vLLM up to 0.33.0" in logged.text) == is_said
     fake.vllm.__version__ = "0.25.1"
     register()
-    with pytest.raises(RuntimeError, match="in vLLM 0.25.1: it was tested with"):
+    with pytest.raises(RuntimeError, match="in vLLM 0.25.1: this package was tested with"):
         SharedPositions.verify_and_update_model_config(settings())
 
 

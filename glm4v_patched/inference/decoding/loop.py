@@ -14,10 +14,12 @@ cache, and :class:`..answer_worker.Answerer` resets the random state.
 
 The tokens equal those of transformers' uncompiled loop bit for bit, because the same logits
 processors and stopping criteria run in the same order. The loop supports greedy decoding and
-sampling of one answer per sequence. Logits processors or stopping criteria from outside
-transformers may count their calls; if there are any, the flags are read after every token. Two
-parts of transformers synchronize by themselves: ``no_repeat_ngram_size`` reads ids on the host, and
-``torch.isin`` sorts the end-of-sequence ids if there are more than about ten.
+sampling of one answer per sequence.
+
+A logits processor or stopping criterion from outside transformers may count its calls. With one,
+the loop reads the flags after every token. Two parts of transformers synchronize by themselves:
+``no_repeat_ngram_size`` reads ids on the host, and ``torch.isin`` sorts the end-of-sequence ids if
+there are more than about ten.
 
 NaN or infinite logits raise an error. The loop checks only the logits of the first and of the last
 token: NaN stays in the KV cache, so NaN at a token between them reaches the last one.
@@ -40,12 +42,12 @@ from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
-# How many further decode steps may be queued before a step's unfinished flags are read, by device
-# type; 0 for other types. With 1, the host would have to queue a step in the time that one step
-# takes on the device; with 2, it has twice the time.
+# How many more decode steps the loop may queue before it reads the unfinished flags of a step, by
+# device type; 0 for other types. With 1, the host has the time of one step on the device to queue
+# the next one. With 2, it has the time of two steps.
 MAX_LAG = {"cuda": 2}
 NONFINITE = 2  # value of a sequence's unfinished flag (else 0 or 1) if its logits are not finite
-# Suffixes of tensors name their dimensions: B sequences, V vocabulary entries.
+# Suffixes name a tensor's dimensions, as in logits_BV: B sequences, V vocabulary entries.
 
 
 def decode_without_sync(
@@ -58,9 +60,9 @@ def decode_without_sync(
     decode_step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Generate tokens; passed to ``generate`` as ``custom_generate``.
+    """Generate tokens, as ``custom_generate`` of ``generate``.
 
-    ``generate`` supplies all arguments except these two, which its caller may add:
+    ``generate`` passes all arguments except the following two, which its caller may add.
 
     Args:
         token_streamer: Replaces generate's ``streamer``; receives each token up to
@@ -79,13 +81,14 @@ def decode_without_sync(
     max_length = generation_config.max_length
     ids = torch.zeros((batch_size, max_length), dtype=torch.long, device=device)
     ids[:, :prompt_length] = input_ids
-    processors = LogitsProcessorList(map(_with_cached_mask, logits_processor))
+    processors = LogitsProcessorList(map(_cache_mask, logits_processor))
+    # The loop itself stops at the maximum length.
     criteria = [c for c in stopping_criteria if type(c) is not MaxLengthCriteria]
     pad_id = None
     if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         pad_id = _private_attribute(generation_config, "_pad_token_tensor").to(device)
     # Code from outside transformers may count its calls, so extra steps could change its results.
-    is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
+    is_async = all(map(_is_from_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
     max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
     tracker = FinishedTracker(unfinished, max_lag, token_streamer)
@@ -99,7 +102,7 @@ def decode_without_sync(
     inputs, length = None, prompt_length
     while True:
         # An fp32 copy, as in transformers' loop. The outputs must not be used after the next step,
-        # in which a CUDA graph overwrites their memory.
+        # because a CUDA graph overwrites their memory.
         logits_BV = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
         del outputs
         finite_B = None
@@ -124,9 +127,9 @@ def decode_without_sync(
         tracker.read_flags(max_lag)
         if length == max_length or tracker.num_tokens is not None:
             break
-        # It has the prompt's positions and lengths; _expand_inputs_for_generation has added it.
+        # The prompt's positions and lengths, which _expand_inputs_for_generation has added.
         prompt = model_kwargs["expanded_prompt"]
-        # With a static cache, the inputs are advanced in place; otherwise this returns False.
+        # With a static cache, the inputs are updated in place; otherwise the result is False.
         if inputs is None or not model.advance_decode_inputs(
             inputs, tokens_B[:, None], prompt, length - prompt_length
         ):
@@ -144,7 +147,7 @@ def _next_tokens(scores_BV: Tensor, do_sample: bool) -> Tensor:
     if not do_sample:
         return scores_BV.argmax(dim=-1)
     probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
-    # On a GPU, NaN would make multinomial abort the process; the loop raises NonFiniteLogits later.
+    # On a GPU, NaN would make multinomial abort the process. The loop raises NonFiniteLogits later.
     probabilities.nan_to_num_(nan=1.0)
     return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
@@ -160,21 +163,21 @@ def _private_attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-def _is_of_transformers(processor_or_criterion: Any) -> bool:
+def _is_from_transformers(processor_or_criterion: Any) -> bool:
     return type(processor_or_criterion).__module__.partition(".")[0] == "transformers"
 
 
 class FinishedTracker:
-    """Copies each step's flags, and its tokens for a streamer, to the host asynchronously.
+    """A tracker that copies flags, and tokens for a streamer, to the host asynchronously.
 
     Args:
         unfinished_B: Unfinished flags; only their device and number are used.
-        max_lag: Largest number of steps whose flags may be on their way to the host.
-        streamer: Receives the tokens of each step, if it is not None.
+        max_lag: Maximum number of steps whose flags are being copied to the host.
+        streamer: Receives the tokens of each step; may be None.
 
     Attributes:
-        num_tokens: Number of steps after which all sequences had finished; None before the host
-            knows that they have.
+        num_tokens: Number of steps after which all sequences had finished. None until the host has
+            read the flags of that step.
     """
 
     def __init__(self, unfinished_B: Tensor, max_lag: int, streamer: Any):
@@ -183,11 +186,11 @@ class FinishedTracker:
         on_host: dict[str, Any] = {"device": "cpu", "pin_memory": is_cuda}
         self.streamer, self._device = streamer, unfinished_B.device
         self.num_tokens: int | None = None
-        # Ring buffers with one slot for each step that may be in flight.
+        # Ring buffers in host memory, with one slot for each step whose flags are not yet read.
         self._unfinished = torch.ones(shape, dtype=torch.uint8, **on_host)
         self._tokens = torch.zeros(shape, dtype=torch.long, **on_host)
-        self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(max_lag + 1)]
-        self._unfinished_on_host = self._unfinished.numpy()
+        self._copy_done = [torch.cuda.Event() if is_cuda else None for _ in range(max_lag + 1)]
+        self._unfinished_numpy = self._unfinished.numpy()  # shares the memory
         self._num_added = self._num_read = 0
 
     def add(self, unfinished_B: Tensor, tokens_B: Tensor, finite_B: Tensor | None = None) -> None:
@@ -199,26 +202,26 @@ class FinishedTracker:
         flags_B = unfinished_B.view(torch.uint8)  # a copy with a dtype conversion would synchronize
         if finite_B is not None:
             flags_B = torch.where(finite_B, flags_B, NONFINITE)
-        slot = self._num_added % len(self._copied)
+        slot = self._num_added % len(self._copy_done)
         self._unfinished[slot].copy_(flags_B, non_blocking=True)
         if self.streamer is not None:
             self._tokens[slot].copy_(tokens_B, non_blocking=True)
-        if (copied := self._copied[slot]) is not None:
-            copied.record(torch.cuda.current_stream(self._device))
+        if (event := self._copy_done[slot]) is not None:
+            event.record(torch.cuda.current_stream(self._device))
         self._num_added += 1
 
     def read_flags(self, max_lag: int) -> None:
         """Wait for the flags of all steps except the last ``max_lag``, and read them."""
         while self.num_tokens is None and self._num_added - self._num_read > max_lag:
-            slot = self._num_read % len(self._copied)
-            if (copied := self._copied[slot]) is not None:
-                copied.synchronize()
+            slot = self._num_read % len(self._copy_done)
+            if (event := self._copy_done[slot]) is not None:
+                event.synchronize()
             self._num_read += 1
-            if (self._unfinished_on_host[slot] == NONFINITE).any():
+            if (self._unfinished_numpy[slot] == NONFINITE).any():
                 raise NonFiniteLogits
             if self.streamer is not None:
                 self.streamer.put(self._tokens[slot].clone())
-            if not self._unfinished_on_host[slot].any():
+            if not self._unfinished_numpy[slot].any():
                 self.num_tokens = self._num_read
 
 
@@ -230,14 +233,15 @@ class _CachedSuppressTokens(LogitsProcessor):
 
     is_suppressed: Tensor | None
 
-    # transformers declares torch.LongTensor and torch.FloatTensor, which Tensor does not match.
+    # Any in place of Tensor, because transformers declares torch.LongTensor and torch.FloatTensor.
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self.is_suppressed is None:
             self.is_suppressed = self.processor(input_ids, torch.zeros_like(scores[:1])).isinf()
         return scores.masked_fill(self.is_suppressed, -float("inf"))
 
 
-def _with_cached_mask(processor: Any) -> Any:
+def _cache_mask(processor: Any) -> Any:
+    """Return the processor, or a :class:`_CachedSuppressTokens` in its place."""
     if type(processor) is SuppressTokensLogitsProcessor:
         return _CachedSuppressTokens(processor)
     return processor

@@ -1,7 +1,7 @@
 """A static KV cache that successive calls of ``generate`` share, with its CUDA graph.
 
-A CUDA graph refers to its cache by address, and ``generate`` would make a new cache for every
-prompt length. So the cache is kept for further calls with the same batch size.
+A CUDA graph refers to its cache by address, but ``generate`` would make a new cache for every
+prompt length. So :class:`StaticCaches` keeps the cache for calls with the same batch size.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .loop import decode_without_sync
 class StaticCaches:
     """The static cache of a model, for the last batch size and the greatest length so far.
 
-    Each use discards the cache's previous contents. On a GPU, the decode step and the vision tower
+    Each use resets the cache. On a GPU, the decode step and the vision tower
     run as CUDA graphs (:mod:`...engine.kernels.cuda_graphs`).
     """
 
@@ -37,24 +37,25 @@ class StaticCaches:
         self._cache: StaticCache | None = None
         self._graph: CudaGraphCallable | None = None
 
-    def empty_cache(self, batch_size: int, length: int) -> StaticCache:
-        """Return an empty cache for at least ``length`` positions of each sequence."""
-        is_large_enough = batch_size == self._batch_size and length <= self._max_length
-        if self._cache is not None and is_large_enough:
+    def make_empty_cache(self, batch_size: int, min_length: int) -> StaticCache:
+        """Return an empty cache for at least ``min_length`` positions of each sequence."""
+        fits = batch_size == self._batch_size and min_length <= self._max_length
+        if self._cache is not None and fits:
             self._cache.reset()
             return self._cache
         self._cache = self._graph = None  # frees their memory for the new cache
         self._batch_size = batch_size
-        self._max_length = -(-length // self.length_multiple) * self.length_multiple
+        self._max_length = -(-min_length // self.length_multiple) * self.length_multiple
         self._cache = StaticCache(config=self.model.config, max_cache_len=self._max_length)
         return self._cache
 
-    def generate_kwargs(self, batch_size: int, length: int) -> dict[str, Any]:
+    def generate_kwargs(self, batch_size: int, min_length: int) -> dict[str, Any]:
         """Return arguments for ``generate``: an empty cache, our loop and its decode step."""
-        kwargs = cache_kwarg(self.empty_cache(batch_size, length))
+        kwargs = cache_kwarg(self.make_empty_cache(batch_size, min_length))
         kwargs |= {"custom_generate": decode_without_sync}
         if self.model.device.type == "cuda":
-            self._graph = kwargs["decode_step"] = self._graph or CudaGraphCallable(self.model)
+            self._graph = self._graph or CudaGraphCallable(self.model)
+            kwargs["decode_step"] = self._graph
         return kwargs
 
 

@@ -20,7 +20,8 @@ from .requests import ParsedRequest
 MAX_BATCH_SIZE = 16
 """Requests answered at once."""
 MAX_BATCH_IMAGES = 16
-"""Images in a batch of several requests, because the vision tower encodes them all at once."""
+"""Images in a batch of several requests. The vision tower encodes all of them at once, so their
+number determines the memory that it needs."""
 
 
 class AnswerEnd(NamedTuple):
@@ -46,9 +47,10 @@ class QueuedRequest:
     """A request in the queue.
 
     Args:
-        on_event: Called with each text and then with the end, or at any time with an error; any
-            thread may call it.
-        cancelled: The application sets it to stop the answer; no more events need to follow then.
+        on_event: Called with each text and then with the end, or at any time with an error. It may
+            be called in any thread.
+        cancelled: Set by the application to stop the answer. The queue may then leave out all
+            further events.
     """
 
     request: ParsedRequest
@@ -115,28 +117,28 @@ class AnswerQueue:
                     return
                 batch = self._next_batch()
             sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
-            # Each sequence of a batch is padded to the batch's longest answer. A sequence that has
-            # too few positions left for the padding is answered alone.
-            longest = max((seq.max_tokens for seq in sequences), default=0)
-            self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
+            # Each answer of a batch is padded to the longest one. A sequence that has too few
+            # positions left for the padding is answered alone.
+            max_tokens = max((seq.max_tokens for seq in sequences), default=0)
+            self._answer_or_fail([seq for seq in sequences if seq.positions_left >= max_tokens])
             for seq in sequences:
-                if seq.positions_left < longest:
+                if seq.positions_left < max_tokens:
                     self._answer_or_fail([seq])
 
     def _next_batch(self) -> list[QueuedRequest]:
         """Remove and return the first waiting request and others that can share its batch."""
         batch: list[QueuedRequest] = []
-        images = 0
+        num_images = 0
         self._waiting = [queued for queued in self._waiting if not queued.cancelled.is_set()]
         for queued in self._waiting:
-            images_with_it = images + queued.request.num_images
+            num_images_with_it = num_images + queued.request.num_images
             if not batch or (
                 queued.request.can_batch_with(batch[0].request)
                 and len(batch) < MAX_BATCH_SIZE
-                and images_with_it <= MAX_BATCH_IMAGES
+                and num_images_with_it <= MAX_BATCH_IMAGES
             ):
                 batch.append(queued)
-                images = images_with_it
+                num_images = num_images_with_it
         self._waiting = [queued for queued in self._waiting if queued not in batch]
         return batch
 
@@ -144,25 +146,25 @@ class AnswerQueue:
         """Return a request's sequence, or None after sending its client an error."""
         request = queued.request
         answerer = self.answerers[request.model]
-        limit = answerer.model.config.seq_length
+        context_length = answerer.model.config.seq_length
         try:
             [length] = count_positions(answerer.processor, [request.prompt])
-            if length >= limit:
+            if length >= context_length:
                 raise ApiError(
                     400,
-                    f"the messages take {length:,} of the model's {limit:,} positions (3 per "
-                    "image), which leaves none for an answer: send fewer or shorter messages",
+                    f"the messages take {length:,} of the model's {context_length:,} positions (3 "
+                    "per image), which leaves none for an answer: send fewer or shorter messages",
                     param=request.prompt_key,
                     code="context_length_exceeded",
                 )
         except Exception as error:
             queued.on_event(as_api_error(error))
             return None
-        positions_left = limit - length
+        positions_left = context_length - length
         max_tokens = min(request.max_tokens or request.generation.max_new_tokens, positions_left)
-        tokenizer, end_ids = answerer.processor.tokenizer, answerer.end_ids
+        tokenizer, eos_token_ids = answerer.processor.tokenizer, answerer.eos_token_ids
         return AnswerSequence(
-            queued, tokenizer, max_tokens, end_ids, lambda: self._is_closed, positions_left
+            queued, tokenizer, max_tokens, eos_token_ids, lambda: self._is_closed, positions_left
         )
 
     def _answer_or_fail(self, sequences: Sequence["AnswerSequence"]) -> None:
@@ -171,7 +173,7 @@ class AnswerQueue:
                 self._answer(sequences)
         except Exception as error:  # any type, because the thread must go on to later requests
             if len(sequences) > 1 and not any(seq.num_tokens for seq in sequences):
-                for seq in sequences:  # one of them, or the batch size, may be the cause
+                for seq in sequences:  # the cause may be a single one, or the size of the batch
                     self._answer_or_fail([seq])
                 return
             for seq in sequences:
@@ -185,8 +187,8 @@ class AnswerQueue:
             batch = answerer.encode([seq.queued.request.prompt for seq in sequences])
         except ValueError as error:  # an image that cannot be decoded
             raise ApiError(400, str(error), request.prompt_key) from None
-        lengths = batch["attention_mask"].sum(-1).tolist()
-        for seq, length in zip(sequences, lengths, strict=True):
+        prompt_lengths = batch["attention_mask"].sum(-1).tolist()
+        for seq, length in zip(sequences, prompt_lengths, strict=True):
             seq.num_prompt_tokens = length
         max_tokens = max(seq.max_tokens for seq in sequences)
         generation = replace(request.generation, max_new_tokens=max_tokens)
@@ -194,25 +196,25 @@ class AnswerQueue:
         if request.seed is not None:
             generation, seed_offset = replace(generation, seed=request.seed), 0
         self._num_batches += 1
-        options: dict[str, Any] = {"stopping_criteria": [SequenceStopping(sequences)]}
+        kwargs: dict[str, Any] = {"stopping_criteria": [SequenceStopping(sequences)]}
         if any(request.penalties):
-            length = batch["input_ids"].shape[1]
-            options["logits_processor"] = [OpenAIPenalties(length, *request.penalties)]
+            padded_length = batch["input_ids"].shape[1]
+            kwargs["logits_processor"] = [OpenAIPenalties(padded_length, *request.penalties)]
         with self.activate(request.model):
-            answerer.generate(batch, generation, seed_offset, **options)
+            answerer.generate(batch, generation, seed_offset, **kwargs)
         if unfinished := [seq for seq in sequences if not seq.reason]:
             raise RuntimeError(
                 f"{len(unfinished)} of {len(sequences)} answers were not generated to their end"
             )
-        size = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
-        took = f"in {time.monotonic() - start:.1f} s{size}"
+        duration = f"in {time.monotonic() - start:.1f} s"
+        batch_note = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
         for seq in sequences:
             counts = f"{seq.num_prompt_tokens} prompt tokens, {seq.num_tokens} generated"
-            log(request.model or "model", f"{counts} {took}: {seq.reason}")
+            log(request.model or "model", f"{counts} {duration}{batch_note}: {seq.reason}")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the error to send to the client: an ``ApiError`` as it is, else status 500."""
+    """Return the error to send to the client: an ``ApiError`` itself, or one with status 500."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"{type(error).__name__}: {error}")
@@ -226,12 +228,12 @@ def shutdown_error() -> ApiError:
 class AnswerSequence(AnswerStreamer):
     """One sequence of a batch. It sends its text to the client, up to a stop text.
 
-    White space at the end, and text that may be the beginning of a stop text, is withheld until the
-    next text shows whether it belongs to the answer.
+    White space at the end, and text that may be the beginning of a stop text, are withheld until
+    the next text shows whether they belong to the answer.
 
     Args:
         max_tokens: Maximum number of tokens of the answer.
-        end_ids: Ids of the tokens that end the answer.
+        eos_token_ids: Ids of the tokens that end the answer.
         is_closed: Returns whether the server is shutting down.
         positions_left: Number of position ids that the prompt leaves for the answer.
 
@@ -246,13 +248,13 @@ class AnswerSequence(AnswerStreamer):
         queued: QueuedRequest,
         tokenizer,
         max_tokens: int,
-        end_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
         is_closed: Callable[[], bool] = lambda: False,
         positions_left: int = 0,
     ):
         super().__init__(tokenizer, queued.on_event)
         self.next_tokens_are_prompt = False  # put() gets generated tokens only, never the prompt
-        self.queued, self.max_tokens, self.end_ids = queued, max_tokens, end_ids
+        self.queued, self.max_tokens, self.eos_token_ids = queued, max_tokens, eos_token_ids
         self.is_closed, self.positions_left = is_closed, positions_left
         self.stop_texts, self.withheld, self.is_stopped = queued.request.stop, "", False
         self.num_tokens, self.num_prompt_tokens, self.reason = 0, 0, ""
@@ -263,10 +265,10 @@ class AnswerSequence(AnswerStreamer):
             return True
         self.num_tokens += 1
         self.put(torch.tensor([token]))
-        if token in self.end_ids or self.is_stopped or self.num_tokens >= self.max_tokens:
+        if token in self.eos_token_ids or self.is_stopped or self.num_tokens >= self.max_tokens:
             # Sends the withheld text, up to a stop text. A stop text in it sets is_stopped.
             self.end()
-            is_complete = token in self.end_ids or self.is_stopped
+            is_complete = token in self.eos_token_ids or self.is_stopped
             self.reason = "stop" if is_complete else "length"
             self.queued.on_event(AnswerEnd(self.reason, self.num_tokens, self.num_prompt_tokens))
         elif self.queued.cancelled.is_set():
@@ -280,13 +282,14 @@ class AnswerSequence(AnswerStreamer):
         if self.is_stopped:
             return
         text = self.withheld + (text if self.has_begun or self.withheld else text.lstrip())
-        stops = [index for stop in self.stop_texts if (index := text.find(stop)) >= 0]
-        if stops:
-            text, self.is_stopped = text[: min(stops)], True
+        stop_starts = [index for stop in self.stop_texts if (index := text.find(stop)) >= 0]
+        if stop_starts:
+            text, self.is_stopped = text[: min(stop_starts)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            longest = max(map(len, self.stop_texts), default=1)
-            ready = ready[: max(len(text) - longest + 1, 0)].rstrip()
+            # All but the last character of a stop text may already be at the end.
+            max_stop_length = max(map(len, self.stop_texts), default=1)
+            ready = ready[: max(len(text) - max_stop_length + 1, 0)].rstrip()
         self.withheld = text[len(ready) :]
         if ready:
             self.has_begun = True
@@ -294,7 +297,7 @@ class AnswerSequence(AnswerStreamer):
 
 
 class SequenceStopping(StoppingCriteria):
-    """Passes each new token to its :class:`AnswerSequence`, which decides whether to stop."""
+    """A criterion that asks each :class:`AnswerSequence` whether its answer ends with its token."""
 
     def __init__(self, sequences: Sequence[AnswerSequence]):
         self.sequences = sequences

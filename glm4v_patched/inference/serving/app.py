@@ -47,7 +47,7 @@ def make_app(
     """Return the application.
 
     Args:
-        defaults: Generation options of requests that do not set their own.
+        defaults: Values of generation options that a request does not set.
         on_start: Called when the server accepts requests.
         with_page: Whether the chat page is served at ``/``.
     """
@@ -84,7 +84,7 @@ def make_app(
             return response
 
         if parsed.stream:
-            first = await anext(events)  # an error is raised here, with an HTTP status of its own
+            first = await anext(events)  # an error before the first text can still set the status
             return StreamingResponse(
                 _stream(reply, first, events, request.url.path, save),
                 media_type="text/event-stream",
@@ -112,7 +112,7 @@ def make_app(
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         lifespan=lifespan,
     )
-    # Redirects of the router would lead clients of an https proxy to http.
+    # The router's redirects would lead clients from an https proxy to http.
     app.router.redirect_slashes = False
     return app
 
@@ -156,7 +156,13 @@ async def _stream(
     path: str,
     save: Callable[[str, AnswerEnd], Awaitable[object]],
 ) -> AsyncIterator[str]:
-    """Yield server-sent events for ``event``, the answer's first, and ``events``, the others."""
+    """Yield the server-sent events of an answer.
+
+    Args:
+        event: The answer's first event.
+        events: The answer's other events.
+        save: Called with the complete text and the end.
+    """
     text = ""
     try:
         for chunk in reply.begin():
@@ -168,7 +174,7 @@ async def _stream(
         await save(text, event)  # before the client gets the end and may refer to the response's id
         for chunk in reply.end(text, event):
             yield chunk
-    except ApiError as error:  # the HTTP status has been sent already
+    except ApiError as error:  # the HTTP status has been sent, so the error is an event
         log(path, error)
         for chunk in reply.failed(error):
             yield chunk

@@ -33,10 +33,10 @@ class Connection(asyncio.Protocol):
     """One connection, which is aborted if its client sends or reads nothing.
 
     uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
-    response. uvicorn's ``limit_concurrency`` also counts silent connections, so these can lock out
-    all other clients. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and the client must
-    read within :data:`READ_TIMEOUT_S`. If there are more than ``max_connections`` connections, the
-    oldest ones without a complete request are aborted.
+    response. uvicorn's ``limit_concurrency`` also counts silent connections, which can therefore
+    lock out all other clients. This class gives the head :data:`HEAD_TIMEOUT_S` to arrive, and the
+    client :data:`READ_TIMEOUT_S` to read. If there are more than ``max_connections`` connections,
+    it aborts the oldest ones without a complete request.
 
     asyncio calls this protocol, which passes all calls on to uvicorn's own protocol.
     :func:`track_requests` records how much of a request has arrived.
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
 
     def wait_for_request(self) -> None:
         """Start the time limit for the next request's head to arrive."""
-        self.has_head = self.has_body = False  # whether the request's head and body have arrived
+        self.has_head = self.has_body = False  # whether head and body have arrived completely
         self.waiting_since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
@@ -72,8 +72,8 @@ class Connection(asyncio.Protocol):
         self.timer = self.loop.call_later(1, self._abort_if_silent)
         incomplete = [other for other in self.connections if not other.has_body]
         incomplete.sort(key=lambda other: other.waiting_since)
-        # Aborted connections count until the event loop's next iteration. They are among the
-        # oldest, so they are aborted again, instead of others.
+        # Aborted connections stay in the set until the event loop's next iteration. They are among
+        # the oldest, so they are aborted once more, in place of others.
         for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
             other.transport.abort()
 
@@ -99,9 +99,9 @@ class Connection(asyncio.Protocol):
     def end(self) -> None:
         """Abort the connection during shutdown.
 
-        If its client is still sending a body, abort at once, otherwise after
-        :data:`SHUTDOWN_TIMEOUT_S`. This is half of uvicorn's own timeout, after which uvicorn would
-        print a traceback.
+        If the client is still sending a body, abort at once, otherwise after
+        :data:`SHUTDOWN_TIMEOUT_S`. That is before uvicorn's own timeout, after which uvicorn prints
+        a traceback.
         """
         is_sending = self.has_head and not self.has_body
         self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)
@@ -118,46 +118,46 @@ class Connection(asyncio.Protocol):
 def track_requests(app: Application) -> Application:
     """Wrap an application to tell each :class:`Connection` how much of its request has arrived."""
 
-    async def tracking(scope: Message, receive: Receive, send: Send) -> None:
+    async def tracked_app(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
         connection = scope["state"].pop(CONNECTION_KEY)
         connection.has_head, connection.has_body = True, scope["method"] != "POST"
 
-        async def receive_tracking() -> Message:
+        async def tracked_receive() -> Message:
             message = await receive()
             connection.has_body = connection.has_body or not message.get("more_body", False)
             return message
 
         try:
-            await app(scope, receive_tracking, send)
+            await app(scope, tracked_receive, send)
         finally:
             connection.wait_for_request()
 
-    return tracking
+    return tracked_app
 
 
-def max_connections() -> tuple[int, int]:
+def find_connection_limits() -> tuple[int, int]:
     """Return how many connections may be open, and how many are accepted per loop iteration.
 
-    While new connections are accepted, an aborted one keeps its file descriptor for up to three
-    iterations of the event loop. So a burst needs twice as many descriptors as connections.
+    An aborted connection keeps its file descriptor for up to three iterations of the event loop, in
+    which new connections are accepted. So a burst needs twice as many descriptors as connections.
 
     Raises:
         RuntimeError: The process may open too few files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     other_files = len(os.listdir("/dev/fd")) + RESERVED_FILES
-    number = MAX_CONNECTIONS
+    max_connections = MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
-        number = min(number, (limit - other_files) // 2)
-    if number < MIN_CONNECTIONS:
+        max_connections = min(max_connections, (limit - other_files) // 2)
+    if max_connections < MIN_CONNECTIONS:
         raise RuntimeError(
-            f"this process may open {limit} files, enough for {max(number, 0)} client connections; "
-            f"{MIN_CONNECTIONS} connections need {other_files + 2 * MIN_CONNECTIONS} files: raise "
-            "the limit (ulimit -n 1024)"
+            f"this process may open {limit} files, enough for {max(max_connections, 0)} client "
+            f"connections; {MIN_CONNECTIONS} connections need "
+            f"{other_files + 2 * MIN_CONNECTIONS} files: raise the limit (ulimit -n 1024)"
         )
-    return number, number // 4
+    return max_connections, max_connections // 4
 
 
 def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], object]) -> None:
@@ -183,15 +183,16 @@ def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], 
                 connection.end()
             await super().shutdown(sockets)
 
-    number, accepted_at_once = max_connections()
+    max_connections, accepted_at_once = find_connection_limits()
     options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": "warning"}
     options["timeout_graceful_shutdown"] = 2 * SHUTDOWN_TIMEOUT_S  # longer than in Connection.end
-    options["http"] = partial(Connection, connections, number)
-    # asyncio accepts up to `backlog` connections per loop iteration before any protocol is called;
-    # Server.startup sets the kernel's backlog again.
+    options["http"] = partial(Connection, connections, max_connections)
+    # asyncio accepts up to `backlog` connections per loop iteration before any protocol is called.
+    # It sets the kernel's backlog to the same number, which Server.startup changes to
+    # LISTEN_BACKLOG.
     options |= {"backlog": accepted_at_once, "loop": "asyncio"}
     server = Server(uvicorn.Config(track_requests(app), **options))
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets SIG_IGN
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    with no_progress():  # requests are awaited
+    with no_progress():  # prints no progress while it waits for requests
         server.run(sockets=[listener])

@@ -1,8 +1,8 @@
 """Convert the messages of requests to the form of the model's chat template; needs no torch.
 
-The chat template takes roles in any order, but no empty messages. Consecutive messages of one role
-are joined to a turn, because the template puts a turn's images before its text, and only another
-role ends a turn.
+The chat template takes roles in any order, but no empty messages. This module joins consecutive
+messages of one role into a turn: the template puts a turn's images before its text, and a turn ends
+only where the role changes.
 """
 
 import json
@@ -31,8 +31,8 @@ IGNORED_MESSAGE_KEYS: tuple[str, ...] = (
 )
 IGNORED_PART_KEYS: tuple[str, ...] = ("cache_control", "detail", "id", "max_pixels", "min_pixels")
 IGNORED_PART_KEYS += ("prompt_cache_breakpoint",)
-# Keys of features that the server does not have. In earlier answers, which clients send back, they
-# are empty.
+# Keys of features that the server does not have. Clients send earlier answers back with these keys,
+# whose values are then empty.
 NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()
 )
@@ -69,7 +69,7 @@ class Turn:
 
 
 def read_messages(api_messages: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a conversation's messages for the processor; consecutive ones of one role are joined.
+    """Return the messages for the processor; consecutive messages of one role are joined.
 
     Args:
         api_messages: Messages of OpenAI's API, each with its key in the request.
@@ -96,7 +96,7 @@ def read_messages(api_messages: Iterable[tuple[str, dict[str, Any]]]) -> list[di
 
 
 def invalid_key(key: str, problem: str, code: str | None = None) -> ApiError:
-    """Return the error about a request's key; the error message is the key and its problem."""
+    """Return the error for a key of the request; its message is the key, then the problem."""
     return ApiError(400, f"{key} {problem}", key, code)
 
 
@@ -106,7 +106,7 @@ def drop_neutral_keys(
     neutral: dict[str, tuple[Any, ...]],
     prefix: str = "",
 ) -> dict[str, Any]:
-    """Return the keys that may change an answer.
+    """Return the keys that may change an answer, with their values.
 
     Keys with the value null are always dropped.
 
@@ -117,14 +117,15 @@ def drop_neutral_keys(
         prefix: Text before the keys in error messages.
 
     Raises:
-        ApiError: A key has a value that requests what the server cannot do.
+        ApiError: A value requests something that the server cannot do.
     """
     relevant = {k: v for k, v in values.items() if v is not None and k not in ignored}
     for key in neutral.keys() & relevant.keys():
         value, allowed = relevant.pop(key), neutral[key]
         # Compared as in JSON, where true is not 1.
-        matches = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
-        if not (any(matches) if allowed else not value):
+        matches = (value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed)
+        is_neutral = any(matches) if allowed else not value
+        if not is_neutral:
             expected = " or ".join(map(json.dumps, allowed)) or "no value"
             problem = (
                 f"is {describe_value(value)}, which this server does not support; "
@@ -161,14 +162,17 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
 
 
 def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list, list[str]]:
-    """Return a message's images, and its text as a list of one element or, if empty, none."""
+    """Return a message's images and texts.
+
+    All texts are joined to one. If it is empty, the list of texts is empty.
+    """
     images = [part for part in content if isinstance(part, bytes)]
     text = "".join(part for part in content if isinstance(part, str))
     if images and role != "user":
         problem = f"has an image, but its role is {role}: send images with the role user"
         raise invalid_key(key, problem)
-    # Flags of the parts in order, without empty texts. All images must come before the text, or all
-    # after it.
+    # One flag for each part, in order, without empty texts. Either all images must come before the
+    # text, or all after it.
     is_image = [
         isinstance(part, bytes) for part in content if isinstance(part, bytes) or part.strip()
     ]
@@ -187,8 +191,9 @@ def _strip_placeholders(key: str, text: str, num_images: int) -> str:
     if len(IMAGE_PLACEHOLDER_RE.findall(text)) == num_images:
         text = EDGE_PLACEHOLDERS_RE.sub("", text)
     if match := IMAGE_PLACEHOLDER_RE.search(text):
-        problem = f"has {match[0]} in its text and {num_images} images: remove {match[0]}, and send"
-        raise invalid_key(key, f"{problem} each image as a part before the text: {IMAGE_EXAMPLE}")
+        problem = f"has {match[0]} in its text and {num_images} images"
+        advice = f"remove {match[0]}, and send each image as a part before the text"
+        raise invalid_key(key, f"{problem}: {advice}: {IMAGE_EXAMPLE}")
     return text
 
 
@@ -226,6 +231,7 @@ def _parse_content_part(key: str, part: Any) -> str | bytes:
 
 
 def _refuse_keys(keys: Iterable[str], prefix: str, known: Sequence[str]) -> None:
+    """Raise ``ApiError`` for the first of ``keys``, if there are any."""
     for key in keys:
         problem = f"is not supported; expected only {' and '.join(known)}"
         raise invalid_key(prefix + shorten(key), problem)

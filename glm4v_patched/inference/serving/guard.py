@@ -1,6 +1,6 @@
 """ASGI middleware that checks requests: host, API key, size, number and size of images, URLs.
 
-Our own server uses the middleware. vLLM's server, which has no such limits, loads it by
+Our own server uses this middleware. vLLM's server has no such limits, and loads it by the option
 ``--middleware``. Needs no torch.
 """
 
@@ -31,11 +31,13 @@ PAGE_PATH = "/"
 """Path of ``chat --web``'s page. It needs no API key, because only the loaded page can send one."""
 BODY_TIMEOUT_S = 60
 READER_THREADS = 64
-"""Threads that parse bodies and fetch images; enough that slow image hosts delay no request."""
+"""Threads that parse bodies and fetch images. There are many, so that a slow image host does not
+delay other requests."""
 SINGLE_HEADERS = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
-"""Headers that may occur only once: of two, a proxy could read one and this server the other."""
-# How many bytes of a body beyond its limit are read and discarded: a client sees no response if the
-# connection is closed while it sends.
+"""Headers that may occur only once. If there were two, a proxy could read the first, and this
+server the second."""
+# How many bytes of a body beyond its limit are read and discarded. If the connection were closed
+# while the client sends, the client would not see the response.
 MAX_DISCARDED_BYTES = 256 * 10**6
 
 
@@ -85,7 +87,7 @@ class Guard:
         self._check_key_and_type(scope)
         if scope["method"] != "POST":
             return receive
-        content = await self._read_in_time(receive, id(scope))
+        content = await self._read_with_timeout(receive, id(scope))
         max_requests = self.limits.max_requests
         # Counted only after the body has arrived: slow clients must not lock out others.
         if len(self.admitted) >= max_requests:
@@ -103,19 +105,23 @@ class Guard:
         return receive_again
 
     def _count_bytes(self, scope_id: int, size: int) -> None:
-        """Add bytes to a request's size, or raise ``ApiError`` if all requests exceed the limit."""
+        """Add bytes to a request's size.
+
+        Raises:
+            ApiError: All requests together would exceed the limit.
+        """
         if sum(self.buffered.values()) + size > self.limits.max_buffered_bytes:
             raise self._out_of_memory(f"{size:,} more bytes")
         self.buffered[scope_id] += size
 
-    async def _read_in_time(self, receive: Receive, scope_id: int) -> bytes:
+    async def _read_with_timeout(self, receive: Receive, scope_id: int) -> bytes:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
                 self.deadlines[scope_id] = deadline
                 return await self._read(receive, scope_id)
         except TimeoutError:
             if scope_id in self.evicted:
-                raise self._out_of_memory("one that arrives slowly") from None
+                raise self._out_of_memory("this request, which arrives slowly") from None
             raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S} s") from None
         finally:
             self.deadlines.pop(scope_id, None)
@@ -144,7 +150,8 @@ class Guard:
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the client disconnected before the request was complete")
             chunks.append(message.get("body", b""))
-            is_complete, size = not message.get("more_body", False), size + len(chunks[-1])
+            size += len(chunks[-1])
+            is_complete = not message.get("more_body", False)
             self.buffered[scope_id] = size
             is_refused = is_refused or size > max_bytes or not self._evict_slow_bodies(scope_id)
             if is_refused:
@@ -162,9 +169,12 @@ class Guard:
         return b"".join(chunks)
 
     def _evict_slow_bodies(self, scope_id: int) -> bool:
-        """Drop other arriving bodies, oldest first, until all fit; return whether this one fits.
+        """Drop other arriving bodies, oldest first, until the rest fits into memory.
 
-        Otherwise clients that send slowly could lock out others.
+        Without this, clients that send slowly could lock out others.
+
+        Returns:
+            Whether this request's body fits.
         """
         excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
         for other, deadline in self.deadlines.items():
@@ -172,26 +182,28 @@ class Guard:
                 excess -= self.buffered[other]
                 self.buffered[other] = 0
                 self.evicted.add(other)
-                deadline.reschedule(asyncio.get_running_loop().time())
+                deadline.reschedule(asyncio.get_running_loop().time())  # ends the other's read
         return excess <= 0 and scope_id not in self.evicted
 
     def _out_of_memory(self, refused: str) -> ApiError:
         return ApiError(
             429,
-            f"the server is busy: all current requests together may have "
-            f"{self.limits.max_buffered_bytes:,} bytes, too few for {refused}: try again later",
+            f"the server is busy: with {refused}, all requests together would have more than "
+            f"{self.limits.max_buffered_bytes:,} bytes: try again later",
         )
 
 
 def parse_body(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
-    """Return the parsed JSON of a body and the body's bytes; in both, URLs of images are replaced
-    by the fetched images."""
+    """Return the parsed JSON of a body, and the body's bytes.
+
+    In both, URLs of images are replaced by the fetched images.
+    """
     # Values are counted before parsing, because a small value takes a hundred times the memory of
     # its text once it is parsed. Base64 images contain none of the counted characters.
-    if (values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
+    if (num_values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
         raise ApiError(
             413,
-            f"the request has {values:,} commas and opening brackets, and this server accepts "
+            f"the request has {num_values:,} commas and opening brackets, and this server accepts "
             f"{MAX_JSON_VALUES:,}: send less text",
             code="request_too_large",
         )
@@ -209,8 +221,8 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Raise ``ApiError`` if a proxy and this server could read the headers differently."""
     names = [name.lower() for name, _ in headers]
     for name in SINGLE_HEADERS:
-        if (number := names.count(name)) > 1:
-            raise ApiError(400, f"the request has {number} headers {name.decode()}; expected one")
+        if (count := names.count(name)) > 1:
+            raise ApiError(400, f"the request has {count} headers {name.decode()}; expected one")
     if b"transfer-encoding" in names and b"content-length" in names:
         raise ApiError(400, "the request has transfer-encoding and content-length; expected one")
 
@@ -218,11 +230,12 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 def require_json(headers: dict[bytes, bytes]) -> None:
     """Raise ``ApiError`` unless the content type is JSON.
 
-    Some other types may be sent by any web page to any server, without a CORS preflight request.
+    Other types are refused, because a web page may send some of them to any server without a CORS
+    preflight request.
     """
-    kind = headers.get(b"content-type", b"").decode("latin-1")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"the Content-Type is {kind!r}; expected application/json")
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"the Content-Type is {content_type!r}; expected application/json")
 
 
 def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:

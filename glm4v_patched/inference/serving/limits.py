@@ -11,19 +11,20 @@ from ...option_fields import option
 from ...terminal_text import printable, shorten
 
 LIMITS_VARIABLE = "GLM4V_PATCHED_LIMITS"
-"""Environment variable that passes limits to our middleware in vLLM, which passes no arguments."""
+"""Environment variable with the limits, because vLLM passes no arguments to our middleware."""
 
 MAX_PIXELS_FACTOR = 4
 """All images of a request together may have this many times the pixels of a single image."""
 MAX_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``; Pillow raises an error for larger images."""
 MAX_TEXT_BYTES = 10**6
-"""Bytes of a request without its images; the model's 8,192 positions are about 30,000 bytes."""
+"""Bytes of text in a request; 8,192 tokens, the model's context length, take about 30,000."""
 MAX_JSON_VALUES = 50_000
-"""JSON values in a request; a parsed value may take a hundred times the memory of its text."""
+"""JSON values in a request. Parsed, a value may take a hundred times the memory of its text."""
 MAX_JSON_DEPTH = 64  # levels of nested lists and objects
 MAX_BUFFERED_BODIES = 8
-"""Bodies of the largest size in memory; each takes three forms: bytes, JSON and decoded images."""
+"""How many bodies of the maximum size may be in memory. Each is there in three forms: as bytes, as
+JSON and as decoded images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +32,18 @@ class ServerLimits:
     """Limits of requests.
 
     Args:
-        api_key: Key that clients must send; None requires none.
-        hosts: Host names that clients may use, beside numeric addresses; None allows any. The limit
-            prevents DNS rebinding, by which a web page's own host name resolves to this machine.
-        max_body_bytes: Bytes of a request's body.
-        max_pixels: Pixels of each image; all images of a request may have
+        api_key: Key that clients must send; None if they need no key.
+        hosts: Host names that clients may use, besides numeric addresses; None allows any. The list
+            prevents DNS rebinding: a web page whose own host name resolves to this machine could
+            send requests to the server.
+        max_body_bytes: Maximum size of a request's body.
+        max_pixels: Maximum number of pixels of one image. All images of a request together may have
             :data:`MAX_PIXELS_FACTOR` times as many.
         max_images: Images in a request. Each takes 15 MB and 1,602 tokens in the model.
         allow_urls: Whether images are fetched by http(s), from the public internet.
-        max_requests: Requests that wait or are being answered.
-        max_buffered_bodies: Memory for bodies, as a multiple of ``max_body_bytes``.
+        max_requests: Maximum number of requests that wait or are being answered.
+        max_buffered_bodies: Memory for the bodies of all requests, as a multiple of
+            ``max_body_bytes``.
     """
 
     api_key: str | None = option(
@@ -60,7 +63,7 @@ class ServerLimits:
 
     @property
     def max_buffered_bytes(self) -> int:
-        """Bytes of the bodies of all requests that arrive, wait or are being answered."""
+        """Maximum size of the bodies of all requests that arrive, wait or are being answered."""
         return self.max_buffered_bodies * self.max_body_bytes
 
     def to_json(self) -> str:
@@ -95,13 +98,15 @@ class ApiError(Exception):
     ):
         # JSON is sent as UTF-8, which cannot encode lone surrogates.
         super().__init__(message.encode(errors="backslashreplace").decode())
-        self.status, self.param, self.code = status, param and shorten(param, 200), code
+        self.status, self.code = status, code
+        self.param = param and shorten(param, 200)
 
     def body(self) -> dict[str, Any]:
         """Return the JSON of the response."""
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
-        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        error_types = {401: "authentication_error", 429: "rate_limit_error"}
+        error_type = error_types.get(self.status, default)
+        error = {"message": str(self), "type": error_type, "param": self.param, "code": self.code}
         return {"error": error}
 
 
@@ -111,8 +116,12 @@ def format_key(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def log(path: str, message: object) -> None:
-    """Print a line about a request, without control characters that clients may have put in it."""
+def log(subject: str, message: object) -> None:
+    """Print a line about a request, without control characters that clients may have put in it.
+
+    Args:
+        subject: The path of the request, or the model that answered it.
+    """
     status = f"{message.status} " if isinstance(message, ApiError) else ""
     line = printable(shorten(str(message), 300))
-    print(time.strftime("%H:%M:%S"), f"{shorten(path)}: {status}{line}", flush=True)
+    print(time.strftime("%H:%M:%S"), f"{shorten(subject)}: {status}{line}", flush=True)

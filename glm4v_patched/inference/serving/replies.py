@@ -13,18 +13,25 @@ from .requests import ParsedRequest
 class TextReply:
     """The reply to one request of ``/v1/completions``."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_type, chunk_object_type = "cmpl", "text_completion", "text_completion"
     created_key = "created"
 
     def __init__(self, request: ParsedRequest):
         self.include_usage = request.stream_options.include_usage
-        name = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.head = {"id": name, self.created_key: int(time.time()), "model": request.model}
+        reply_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.common_fields = {
+            "id": reply_id,
+            self.created_key: int(time.time()),
+            "model": request.model,
+        }
 
     def full_response(self, text: str, end: AnswerEnd) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
-        usage = {"object": self.kind, "usage": self.usage(end)}
-        return self.head | usage | {"choices": [self.choice(text, end.reason, is_full=True)]}
+        return self.common_fields | {
+            "object": self.object_type,
+            "usage": self.usage(end),
+            "choices": [self.choice(text, end.reason, is_full=True)],
+        }
 
     def begin(self) -> list[str]:
         """Return the events before the answer."""
@@ -40,11 +47,16 @@ class TextReply:
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
 
     def failed(self, error: ApiError) -> list[str]:
-        """Return the events that an error sends in place of the rest of an answer."""
+        """Return the events that replace the rest of an answer after an error."""
         return [server_sent_event(error.body())]
 
     def choice(self, text: str, reason: str | None = None, is_full: bool = False) -> dict[str, Any]:
-        """Return the only element of ``choices``; ``is_full`` if the reply is not streamed."""
+        """Return the only element of ``choices``.
+
+        Args:
+            reason: OpenAI's finish_reason; None while the answer goes on.
+            is_full: Whether the reply is not streamed, so that ``text`` is the full answer.
+        """
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
@@ -52,14 +64,16 @@ class TextReply:
         usage = {"prompt_tokens": end.num_prompt_tokens, "completion_tokens": end.num_tokens}
         return usage | {"total_tokens": end.num_prompt_tokens + end.num_tokens}
 
-    def _chunk(self, choices: list[dict], **more: Any) -> str:
-        return server_sent_event(self.head | {"object": self.chunk_kind, "choices": choices} | more)
+    def _chunk(self, choices: list[dict], **fields: Any) -> str:
+        chunk = {"object": self.chunk_object_type, "choices": choices}
+        return server_sent_event(self.common_fields | chunk | fields)
 
 
 class ChatReply(TextReply):
     """The reply to one request of ``/v1/chat/completions``."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_type = "chatcmpl", "chat.completion"
+    chunk_object_type = "chat.completion.chunk"
 
     def begin(self) -> list[str]:
         return [self._chunk([self.choice("") | {"delta": {"role": "assistant", "content": ""}}])]
@@ -74,12 +88,12 @@ class ChatReply(TextReply):
 class ResponseReply(TextReply):
     """The reply to one request of ``/v1/responses``."""
 
-    prefix, created_key = "resp", "created_at"
+    id_prefix, created_key = "resp", "created_at"
 
     def __init__(self, request: ParsedRequest):
         super().__init__(request)
         self.item_id = f"msg-{uuid.uuid4().hex}"
-        self.content_key = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
+        self.content_location = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
         self.sequence_number = 0
         previous = request.previous_response_id
         self.request_fields = {"store": request.store, "previous_response_id": previous}
@@ -90,11 +104,11 @@ class ResponseReply(TextReply):
             self._event("created", response=self.full_response("")),
             self._event("in_progress", response=self.full_response("")),
             self._event("output_item.added", output_index=0, item=item),
-            self._event("content_part.added", **self.content_key, part=self._part("")),
+            self._event("content_part.added", **self.content_location, part=self._part("")),
         ]
 
     def more(self, text: str) -> str:
-        return self._event("output_text.delta", **self.content_key, delta=text, logprobs=[])
+        return self._event("output_text.delta", **self.content_location, delta=text, logprobs=[])
 
     def failed(self, error: ApiError) -> list[str]:
         body = error.body()["error"]
@@ -110,8 +124,8 @@ class ResponseReply(TextReply):
     def end(self, text: str, end: AnswerEnd) -> list[str]:
         response = self.full_response(text, end)
         return [
-            self._event("output_text.done", **self.content_key, text=text, logprobs=[]),
-            self._event("content_part.done", **self.content_key, part=self._part(text)),
+            self._event("output_text.done", **self.content_location, text=text, logprobs=[]),
+            self._event("content_part.done", **self.content_location, part=self._part(text)),
             self._event("output_item.done", output_index=0, item=response["output"][0]),
             self._event(response["status"], response=response),
         ]
@@ -119,9 +133,11 @@ class ResponseReply(TextReply):
     def full_response(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
         """Return the response; without ``end``, the answer is in progress."""
         is_cut = end is not None and end.reason == "length"
-        status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
+        status = "incomplete" if is_cut else "completed"
+        if end is None:
+            status = "in_progress"
         return (
-            self.head
+            self.common_fields
             | self.request_fields
             | {
                 "object": "response",

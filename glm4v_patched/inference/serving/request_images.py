@@ -35,12 +35,13 @@ KEYS_WITHOUT_IMAGES = ("metadata", "tools")
 FETCH_TIMEOUT_S = 60
 SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# This module checks sizes itself. The filter is permanent: temporary filters are not thread-safe.
+# This module checks sizes itself, so it disables Pillow's warning. It does so permanently, because
+# warnings.catch_warnings is not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
-    """Check a request's images and text length, and replace URLs in it by the fetched images.
+    """Check a request's images and length of text, and replace URLs of images by fetched images.
 
     Args:
         body: JSON of the request; changed in place.
@@ -51,20 +52,21 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
     Raises:
         ApiError: An image cannot be read or exceeds a limit. The error names the image's key.
     """
-    images, size = _collect_images(body)
-    if size > MAX_TEXT_BYTES:
+    images, text_size = _collect_images(body)
+    if text_size > MAX_TEXT_BYTES:
         raise ApiError(
             413,
-            f"the request has {size:,} bytes of text, and this server accepts "
-            f"{MAX_TEXT_BYTES:,}, which is more than the model's context length: send less",
+            f"the request has {text_size:,} bytes of text, and this server accepts "
+            f"{MAX_TEXT_BYTES:,}: send less (the model's context length is shorter still)",
             code="request_too_large",
         )
+    list_key = format_key(images[0][1][:1]) if images else None  # such as "messages"
     if len(images) > limits.max_images:
         raise ApiError(
             400,
             f"the messages have {len(images):,} images, and this server accepts "
             f"{limits.max_images:,} (--max-images): send fewer",
-            format_key(images[0][1][:1]),
+            list_key,
             "too_many_images",
         )
     fetched_bytes = pixels = 0
@@ -80,7 +82,7 @@ def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
     if pixels > (max_pixels := limits.max_pixels * MAX_PIXELS_FACTOR):
         problem = f"the {len(images):,} images in the messages have {pixels / 1e6:.1f} megapixels"
         option = f"{MAX_PIXELS_FACTOR} times --max-image-megapixels"
-        raise _image_too_large(problem, max_pixels, option, format_key(images[0][1][:1]))
+        raise _image_too_large(problem, max_pixels, option, list_key)
     return fetched_bytes > 0
 
 
@@ -101,12 +103,17 @@ def _name_key_in_errors(key: str, limits: ServerLimits) -> Iterator[None]:
 
 
 def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
-    """Return each image's container and path in the JSON, and the size of other text in bytes."""
+    """Find the images in a request, and count the bytes of its text.
+
+    Returns:
+        For each image, the container of its URL and the URL's path in the JSON, such as
+        ``("messages", 0, "content", 1, "image_url", "url")``; and the size of other text in bytes.
+    """
     images: list[tuple[Any, tuple]] = []
     size = 0
     stack: list[tuple[Any, tuple, bool]] = [(body, (), True)]
     while stack:
-        container, parent_path, has_images = stack.pop()
+        container, parent_path, may_have_images = stack.pop()
         if len(parent_path) >= MAX_JSON_DEPTH:
             raise ApiError(
                 400, f"the body is nested more than {MAX_JSON_DEPTH} levels deep; expected fewer"
@@ -114,7 +121,9 @@ def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
             path = (*parent_path, key)
-            may_be_image = has_images and not (container is body and key in KEYS_WITHOUT_IMAGES)
+            may_be_image = may_have_images and not (
+                container is body and key in KEYS_WITHOUT_IMAGES
+            )
             size += _text_bytes(key, path)
             if isinstance(value, dict | list):
                 stack.append((value, path, may_be_image))
@@ -126,7 +135,7 @@ def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
 
 
 def _text_bytes(value: Any, path: tuple) -> int:
-    """Return a text's size in bytes; raise ``ApiError`` if no tokenizer can encode the text."""
+    """Return a text's size in UTF-8; raise ``ApiError`` if the text cannot be encoded."""
     if not isinstance(value, str):
         return 0
     if match := SURROGATE_HALF.search(value):
@@ -140,7 +149,7 @@ def _read_image(url: str, limits: ServerLimits, fetched_bytes: int) -> tuple[byt
     """Return an image file, and whether it was fetched.
 
     Args:
-        fetched_bytes: Bytes of the images that were fetched for this request before.
+        fetched_bytes: Size of the images that were fetched for this request so far.
     """
     if url[:5].lower() == "data:":
         return decode_data_url(url), False

@@ -45,12 +45,16 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
     "tool_choice": ("none", "auto"),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-NEUTRAL_VALUES["text"] += (NEUTRAL_VALUES["text"][1] | NEUTRAL_VALUES["text"][2],)
 # Unsupported keys that are accepted only if they are 0, false or empty.
 OFF_KEYS = ["background", "conversation", "continue_final_message", "echo", "files", "functions"]
 OFF_KEYS += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
@@ -116,7 +120,7 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Values of ``include``. They have no effect: no answer of this server has such data."""
+"""Values of ``include``. They have no effect, because no answer of this server has such data."""
 
 
 class ChatRequest(BaseRequest):
@@ -152,9 +156,10 @@ class ParsedRequest(BaseRequest):
     """A parsed request of any endpoint.
 
     Args:
-        prompt: Messages for the processor, with images as bytes of files; or a text to continue.
+        prompt: Messages for the processor, whose images are contents of files; or a text to
+            continue.
         max_tokens: Maximum number of tokens in the answer; None if the client sets none.
-        prompt_key: The key of the request that has the prompt, for errors.
+        prompt_key: The key under which the request has the prompt, for errors.
         items: The conversation's messages before the answer, stored with a response.
         store: Whether the response is stored.
     """
@@ -173,10 +178,13 @@ class ParsedRequest(BaseRequest):
 
         Requests with a seed are answered alone, because sampled tokens depend on the batch.
         """
-        one, two = (
-            (r.model, r.generation, r.penalties, isinstance(r.prompt, str)) for r in (self, other)
-        )
-        return one == two and self.seed is None and other.seed is None
+        if self.seed is not None or other.seed is not None:
+            return False
+        return self._batch_key() == other._batch_key()
+
+    def _batch_key(self) -> tuple[Any, ...]:
+        """Return what must be the same for all requests of a batch."""
+        return self.model, self.generation, self.penalties, isinstance(self.prompt, str)
 
     @property
     def penalties(self) -> tuple[float, float]:
@@ -194,7 +202,8 @@ class StoredContext(NamedTuple):
 
     Args:
         limits: Limits for the messages of the request and the stored messages together.
-        count_bytes: Adds the bytes of stored messages to the request's size; may raise.
+        count_bytes: Adds the bytes of stored messages to the request's size; raises ``ApiError`` if
+            all requests together exceed their limit.
     """
 
     responses: ResponseStore
@@ -219,24 +228,25 @@ def read_request(
     Raises:
         ApiError: Names the key with the problem.
     """
-    known = request_type.model_fields
-    values = {k: v for k, v in body.items() if k in known and v is not None}
-    others = {key: value for key, value in body.items() if key not in known}
+    fields = request_type.model_fields
+    values = {k: v for k, v in body.items() if k in fields and v is not None}
+    other_values = {k: v for k, v in body.items() if k not in fields}
     try:
-        values |= drop_neutral_keys(others, IGNORED_KEYS, NEUTRAL_VALUES)
+        # Keys that remain are unknown, and model_validate refuses them.
+        values |= drop_neutral_keys(other_values, IGNORED_KEYS, NEUTRAL_VALUES)
         request = request_type.model_validate(values)
     except ValidationError as error:
         raise _validation_error(error, request_type) from None
-    max_tokens = {k: v for k, v in request if k in MAX_TOKENS_KEYS and v is not None}
-    if len({*max_tokens.values()}) > 1:
-        both = " and ".join(f"{key} is {value}" for key, value in max_tokens.items())
+    token_limits = {k: v for k, v in request if k in MAX_TOKENS_KEYS and v is not None}
+    if len({*token_limits.values()}) > 1:
+        both = " and ".join(f"{key} is {value}" for key, value in token_limits.items())
         raise ApiError(400, f"{both}, but both mean the same: send one of them", "max_tokens")
-    fields = {key: value for key, value in request if key in BaseRequest.model_fields}
-    fields["model"] = resolve_model_name(request.model, names)
+    common_fields = {key: value for key, value in request if key in BaseRequest.model_fields}
+    common_fields["model"] = resolve_model_name(request.model, names)
     return ParsedRequest.model_construct(
-        **fields | _parse_prompt(request, stored),
+        **common_fields | _parse_prompt(request, stored),
         generation=_parse_generation(request, defaults),
-        max_tokens=next(iter(max_tokens.values()), None),
+        max_tokens=next(iter(token_limits.values()), None),
     )
 
 
@@ -248,24 +258,25 @@ def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str
         messages = read_messages(_with_keys("messages", request.messages))
         return {"prompt": messages, "prompt_key": "messages"}
     assert stored is not None
-    previous_items, own = [], []
+    previous_items, new_items = [], []
     if (previous_id := request.previous_response_id) is not None:
-        text = stored.responses.conversation(previous_id)
-        stored.count_bytes(len(text))  # small requests may refer to large conversations
-        previous_items = json.loads(text)
+        content = stored.responses.conversation(previous_id)
+        stored.count_bytes(len(content))  # small requests may refer to large conversations
+        previous_items = json.loads(content)
     for key, item in _with_keys("input", request.input):
-        is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
-        own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
-    items = [*previous_items, *(item for _, item in own)]
+        if item.get("type") == "item_reference" or [*item] == ["id"]:
+            item = stored.responses.item(str(item.get("id")), key)
+        new_items.append((key, item))
+    items = [*previous_items, *(item for _, item in new_items)]
     if items != request.input:  # the guard has not checked stored messages
         check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
-    with_keys = [*system, *(("previous_response_id", item) for item in previous_items), *own]
+    previous = [("previous_response_id", item) for item in previous_items]
     return {
         "items": items,
         "store": request.store,
         "previous_response_id": previous_id,
-        "prompt": read_messages(with_keys),
+        "prompt": read_messages([*system, *previous, *new_items]),
         "prompt_key": "input",
     }
 
@@ -276,7 +287,7 @@ def _with_keys(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
 
 
 def _validation_error(error: ValidationError, request_type: type[AnyRequest]) -> ApiError:
-    """Return pydantic's first error as an error for the client."""
+    """Convert pydantic's first error to an error for the client."""
     first = error.errors(include_url=False)[0]
     key = format_key(first["loc"])
     problem = first["msg"]
@@ -290,7 +301,7 @@ def _validation_error(error: ValidationError, request_type: type[AnyRequest]) ->
 
 
 def resolve_model_name(name: str | None, names: Sequence[str]) -> str:
-    """Return the served model that a client's name means, or raise ``ApiError``."""
+    """Return the served model that a client's ``name`` refers to, or raise ``ApiError``."""
     if name in names:
         return str(name)
     if name is None or name in ALIASES or (name in PLACEHOLDER_NAMES and len(names) == 1):
@@ -301,7 +312,7 @@ def resolve_model_name(name: str | None, names: Sequence[str]) -> str:
 
 
 def _parse_generation(request: BaseRequest, defaults: Generation) -> Generation:
-    """Return the request's generation options, completed by the server's defaults."""
+    """Return the request's generation options, with defaults for those that it does not set."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     options: dict[str, Any] = {k: v for k, v in request if k in names and v is not None}
     if options.get("top_p") == 1:  # all tokens

@@ -15,8 +15,8 @@ MAX_RESPONSES = 1000
 MAX_STORED_BODIES = 4
 """Size limit of all stored conversations together, as a multiple of a request's size limit."""
 MAX_ITEM_BYTES = 16 * 10**6
-"""Size limit of all stored answers together, without their images. AI SDKs refer to them by id."""
-NOT_STORED_CURE = (
+"""Size limit of all stored answers together. AI SDKs refer to answers by their ids."""
+NOT_STORED_HINT = (
     "it was sent with store: false, was dropped to free memory, or is older than the server's "
     "last start: send the messages themselves in input"
 )
@@ -60,7 +60,8 @@ class ResponseStore:
     def __init__(self, max_body_bytes: int):
         max_bytes = MAX_STORED_BODIES * max_body_bytes
         self._conversations = LruStore(MAX_RESPONSES, max_bytes)
-        # A separate store for answers: clients that refer to them send images with every request.
+        # Answers are also stored on their own, without the images of the conversation: clients that
+        # refer to an answer send the images with every request.
         self._items = LruStore(MAX_RESPONSES * 16, MAX_ITEM_BYTES)
 
     def save(self, items: list[dict[str, Any]], response: dict[str, Any]) -> None:
@@ -74,19 +75,23 @@ class ResponseStore:
         for item in response["output"]:
             self._items.put(item["id"], item)
 
-    def conversation(self, name: str) -> bytes:
+    def conversation(self, response_id: str) -> bytes:
         """Return the JSON of the messages that ``previous_response_id`` refers to."""
-        messages = self._conversations.get(name)
+        messages = self._conversations.get(response_id)
         if messages is None:
-            key = "previous_response_id"
-            message = f"{key}: there is no stored response {json.dumps(name)}; {NOT_STORED_CURE}"
+            key, quoted_id = "previous_response_id", json.dumps(response_id)
+            message = f"{key}: there is no stored response {quoted_id}; {NOT_STORED_HINT}"
             raise ApiError(400, message, key, "previous_response_not_found")
         return messages
 
-    def item(self, name: str, key: str) -> dict[str, Any]:
-        """Return the message that an ``item_reference`` at ``key`` refers to."""
-        item = self._items.get(name)
+    def item(self, item_id: str, key: str) -> dict[str, Any]:
+        """Return the message that an ``item_reference`` refers to.
+
+        Args:
+            key: The key of the reference in the request, for errors.
+        """
+        item = self._items.get(item_id)
         if item is None:
-            message = f"{key}: there is no stored item {json.dumps(name)}; {NOT_STORED_CURE}"
+            message = f"{key}: there is no stored item {json.dumps(item_id)}; {NOT_STORED_HINT}"
             raise ApiError(404, message, key)
         return json.loads(item)

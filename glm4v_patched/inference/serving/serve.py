@@ -36,20 +36,20 @@ def serve(options: Namespace) -> None:
             f"--adapter {repeated[0]}: another model or adapter is served by this name; choose "
             "another name"
         )
-    vllm = choose_vllm(options)
-    if not vllm:
+    vllm_program = choose_vllm(options)
+    if not vllm_program:
         require_packages("serve")
     model_options.placement()
     listener = open_listener(options.host, options.port)
     base = model_options.find()
     adapters = find_adapters(base, dict(options.adapter), options.weights)
-    if vllm:
+    if vllm_program:
         address = options.host, options.port
-        command = vllm_command(vllm, base, name, adapters, address, generation)
+        command = vllm_command(vllm_program, base, name, adapters, address, generation)
         command += ["--dtype", options.dtype]
         write_line(f"vLLM serves {name}: {shlex.join(command)}")
         listener.close()
-        os.execve(vllm, command, vllm_environment(limits))
+        os.execve(vllm_program, command, vllm_environment(limits))
 
     from ..answer_worker import load_answerer
     from .answer_queue import AnswerQueue
@@ -80,7 +80,7 @@ def _server_limits(options: Namespace) -> ServerLimits:
             f"--max-image-megapixels {options.max_image_megapixels}: Pillow refuses images of more "
             f"than {MAX_MEGAPIXELS} megapixels; give at most {MAX_MEGAPIXELS}"
         )
-    variable = "GLM4V_PATCHED_API_KEY"  # unlike a command, hidden from other users
+    variable = "GLM4V_PATCHED_API_KEY"  # other users can see commands, but not their environment
     key = os.environ.get(variable) if options.api_key is None else options.api_key
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         source = variable if options.api_key is None else "--api-key"
@@ -150,7 +150,7 @@ def find_adapters(
 
 
 def _base_identity(base: ModelSource) -> tuple[str, str | None]:
-    """Return the base model's real path, or its id on the Hub, and its revision."""
+    """Return the base model's resolved path or its id on the Hub, and its revision."""
     is_folder = os.path.isdir(base.model)
     return os.path.realpath(base.model) if is_folder else base.model, base.revision
 
@@ -168,7 +168,7 @@ def add_adapters(
     from ...engine.trainable import load_trainable_adapters
 
     # Names that clients use may have dots, but names of torch modules may not.
-    module_names = {name: f"adapters_{number}" for number, name in enumerate(adapters)}
+    module_names = {name: f"adapters_{index}" for index, name in enumerate(adapters)}
     for name, source in adapters.items():
         assert source.adapters is not None
         model = load_trainable_adapters(model, source.adapters, module_names[name])
@@ -203,10 +203,10 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def allowed_hosts(host: str, api_key: str | None) -> list[str] | None:
-    """Return the host names that clients may use; None, which allows any, if there is an API key.
+    """Return the host names that clients may use.
 
     The names are localhost, ``host``, and this machine's name if other machines can reach the
-    server.
+    server. If there is an API key, the result is None, which allows all names.
     """
     if api_key:
         return None

@@ -1,8 +1,8 @@
 """Make the command ``vllm serve`` from the options of ``glm4v-patched serve``.
 
-This package's plug-in, which vLLM finds by its entry point, gives images the right positions.
-:class:`guard.Guard`, as vLLM's middleware, enforces limits that vLLM does not have. This module
-does not import vLLM.
+vLLM finds this package's plug-in by its entry point; the plug-in gives images the right positions.
+vLLM also loads :class:`guard.Guard` as middleware, for limits that vLLM itself does not have. This
+module does not import vLLM.
 """
 
 import json
@@ -30,9 +30,11 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM also seeds numpy, which accepts no larger seed.
 MAX_VLLM_SEED = 2**32 - 1
 VLLM_MAX_REQUESTS = 1024
-"""Requests that wait or are being answered; more than ours, because vLLM's batches are larger."""
+"""Requests that wait or are being answered; more than on our own server, because vLLM's batches are
+larger."""
 VLLM_MAX_BUFFERED_BODIES = 64
-# A name that no host has (RFC 6761), because vLLM would read an empty list as "any domain".
+# The only domain from which vLLM may fetch images. No host has this name (RFC 6761). An empty list
+# would allow any domain.
 NO_DOMAIN = "fetching.is.invalid"
 
 
@@ -79,23 +81,25 @@ def vllm_command(
     command += ["--host", address[0], "--port", str(address[1])]
     if base.revision is not None:
         command += ["--revision", base.revision]
-    folders = {key: source.adapters for key, source in adapters.items() if source.adapters}
-    names = [name, *(alias for alias in ALIASES if alias not in (name, *folders))]
+    adapter_folders = {key: source.adapters for key, source in adapters.items() if source.adapters}
+    names = [name, *(alias for alias in ALIASES if alias not in (name, *adapter_folders))]
     if base.adapters is not None:
-        folders[name] = base.adapters
+        adapter_folders[name] = base.adapters
         names = [f"{name}:base"]
     command += ["--served-model-name", *names]
-    if folders:
-        max_rank = max(map(_rank_for_vllm, folders.values()))
+    if adapter_folders:
+        max_rank = max(map(_rank_for_vllm, adapter_folders.values()))
         command += ["--enable-lora", "--max-lora-rank", str(max_rank), "--lora-modules"]
-        command += [f"{key}={folder}" for key, folder in folders.items()]
-        command += ["--max-loras", str(len(folders))]
-    # "vllm" ignores the generation options in the model's folder, as our other commands do.
+        command += [f"{key}={folder}" for key, folder in adapter_folders.items()]
+        command += ["--max-loras", str(len(adapter_folders))]
+    # With the value "vllm", vLLM ignores the generation options in the model's folder, as our other
+    # commands do.
     command += ["--generation-config", "vllm"]
     options = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
-    config = {key: value for key, value in generation.to_kwargs().items() if key in options}
-    config |= {} if generation.do_sample else {"temperature": 0}
-    command += ["--override-generation-config", json.dumps(config)]
+    defaults = {key: value for key, value in generation.to_kwargs().items() if key in options}
+    if not generation.do_sample:
+        defaults["temperature"] = 0
+    command += ["--override-generation-config", json.dumps(defaults)]
     # vLLM's pages about its API are disabled, because they load scripts from other hosts.
     command += ["--seed", str(generation.seed), "--disable-fastapi-docs"]
     # The middleware fetches images itself and passes on data URLs.
@@ -117,18 +121,21 @@ def vllm_environment(limits: ServerLimits) -> dict[str, str]:
 
 
 def _rank_for_vllm(folder: Path) -> int:
-    """Return the smallest of :data:`LORA_RANKS` that fits adapters; vLLM pads with zeros.
+    """Return the smallest of :data:`LORA_RANKS` that is at least the rank of the adapters.
 
-    Raises ``ValueError`` for adapters that vLLM would not apply correctly.
+    vLLM pads the adapters to this rank with zeros.
+
+    Raises:
+        ValueError: vLLM would not apply the adapters correctly.
     """
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header = read_header(folder / ADAPTER_WEIGHTS)
     problem = None
-    if on_tower := sum(".vision." in name for name in header):
+    if num_on_tower := sum(".vision." in name for name in header):
         problem = (
-            f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
+            f"{num_on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
+            "apply adapters"
         )
-        problem += "apply adapters"
     # vLLM 0.32.0 reads these patterns; other versions ignore them and use r and lora_alpha alone.
     elif patterns := [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]:
         problem = f"the adapters have {' and '.join(patterns)}, which some vLLM versions ignore"
@@ -138,6 +145,6 @@ def _rank_for_vllm(folder: Path) -> int:
         )
     if problem:
         merge = own_command("merge", str(folder), "--out", "merged")
-        cure = f"merge them ({merge}) and serve the result, or use --engine transformers"
-        raise ValueError(f"{folder}: {problem}; {cure}")
+        advice = f"merge them ({merge}) and serve the result, or use --engine transformers"
+        raise ValueError(f"{folder}: {problem}; {advice}")
     return next(rank for rank in LORA_RANKS if rank >= config["r"])
