@@ -118,7 +118,7 @@ TRL = [
     ),
     trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
     trl(
-        name="GRPO, vLLM draws",
+        name="GRPO, vLLM generates",
         job="grpo_vllm",
         steps=100,
         rate=4e-4,

@@ -28,7 +28,7 @@ COMMON |= {"bf16": False, "use_cpu": True, "disable_tqdm": True}
 # nothing is learned from it.
 ONLINE = {"per_device_train_batch_size": 768, "num_generations": 32, "lr_scheduler_type": "linear"}
 ONLINE |= {"max_completion_length": 8, "temperature": 1.0, "beta": 0.0}
-# vLLM draws, in the process that trains, on its GPU.
+# vLLM generates, in the training process and on its GPU.
 BY_VLLM = {"use_cpu": False, "use_vllm": True, "vllm_mode": "colocate"}
 BY_VLLM |= {"vllm_gpu_memory_utilization": 0.2}
 # Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
