@@ -89,11 +89,12 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def find_file_problem(path: Path, alone: bool = False) -> str | None:
+def find_file_problem(path: Path, refuse_hard_links: bool = False) -> str | None:
     """Return why a path is not a regular file, such as "is a folder"; None if it is or is missing.
 
     Args:
-        alone: Whether further hard links are a problem, as for a file that is written in place.
+        refuse_hard_links: Whether further hard links are a problem, as for a file that is written
+            in place.
     """
     try:
         status = path.lstat()
@@ -105,14 +106,14 @@ def find_file_problem(path: Path, alone: bool = False) -> str | None:
         return "is a folder"
     if not stat.S_ISREG(status.st_mode):
         return "is a pipe, a socket or a device"
-    if alone and status.st_nlink > 1:
+    if refuse_hard_links and status.st_nlink > 1:
         return f"is a file with {status.st_nlink} names (hard links)"
     return None
 
 
-def require_file(path: Path, alone: bool = False) -> None:
+def require_file(path: Path, refuse_hard_links: bool = False) -> None:
     """Raise ``ValueError`` if :func:`find_file_problem` finds a problem."""
-    if problem := find_file_problem(path, alone):
+    if problem := find_file_problem(path, refuse_hard_links):
         raise ValueError(
             f"{path} {problem}, and is neither followed nor replaced; move it away, or give "
             "another name"
@@ -130,7 +131,7 @@ def is_inside(path: Path, folder: Path) -> bool:
     return target.is_relative_to(root) or is_blob
 
 
-def require_inside(path: Path, folder: Path) -> None:
+def require_copyable(path: Path, folder: Path) -> None:
     """Raise ``ValueError`` for a file that must not be copied from a model's folder.
 
     Such a file is a link to a file outside of the folder, or has further hard links.
@@ -141,7 +142,7 @@ def require_inside(path: Path, folder: Path) -> None:
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"
             )
-    elif problem := find_file_problem(path, alone=True):
+    elif problem := find_file_problem(path, refuse_hard_links=True):
         raise ValueError(f"{path} {problem}, and is not copied; put the file itself there")
 
 

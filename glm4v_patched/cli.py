@@ -16,7 +16,7 @@ from .installed_versions import versions
 from .paths import to_path
 from .terminal_text import error_text, pip_install, show_progress, write_line
 
-# The example in each command's help, and what it gives.
+# The example in each command's help, and what it writes or prints.
 EXAMPLES = {
     "demo --out demo_output": "demo_output/metrics.json: accuracy before and after",
     "train lora_1x80gb data.train=train.jsonl out=trained": "trained: adapters, training.json; "

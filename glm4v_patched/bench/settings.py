@@ -15,7 +15,7 @@ from ..models.quantized_weights import check_weights_option, choose_cache_implem
 from ..option_fields import option
 from ..paths import expand_path
 
-# Terms in messages about recipes, and the terms for the same things in bench.
+# Names in messages about recipes, and the names of the same options of bench.
 RECIPE_TO_BENCH_TERMS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 RECIPE_TO_BENCH_TERMS |= {"--device cpu": "--device cpu --config FILE"}
 

@@ -36,7 +36,7 @@ from .images import TASKS, draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
-# Steps of few samples would cost more: the time of a step is mostly that of DeepSpeed's own code.
+# More steps of fewer samples would take longer: DeepSpeed's own code takes most of a step's time.
 MICRO_BATCH, LEARNING_RATE, SEED = 32, 2.5e-3, 0
 # With one layer, ZeRO-3 gathers 36 parameters a step. A second layer would take a third more time.
 ONE_LAYER: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ def _train_and_ask(
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process takes the batch of two processes: half of it would learn too little.
+            # A single process takes the batch of two, because half of it would teach too little.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
@@ -172,7 +172,7 @@ def _train_and_ask(
     )
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
-    score = TASKS[task][1]
+    score = TASKS[task].score_name
     metrics = {
         f"{score}_before": _mean_score(task, before, questions),
         f"{score}_after": _mean_score(task, after, questions),
@@ -218,4 +218,4 @@ def _ask(
 
 def _mean_score(task: str, answers: list[str], questions: list[Question]) -> float | None:
     pairs = zip(answers, (question.reference or "" for question in questions), strict=True)
-    return mean_score(*TASKS[task][1:], pairs)
+    return mean_score(TASKS[task].score_name, TASKS[task].score, pairs)

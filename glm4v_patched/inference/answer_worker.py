@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ..cpu import cores
+from ..cpu import count_cores
 from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
 from ..models.base import ModelSource
@@ -245,7 +245,7 @@ def answer_batches(
     they read the images of later batches and copy the next batch to the GPU.
     """
     processor, unread = load_processor(base), iter(batches)  # unread: batches not yet submitted
-    num_readers = min(MAX_READERS, max(cores() - 1, 1))
+    num_readers = min(MAX_READERS, max(count_cores() - 1, 1))
     being_read: deque = deque()  # row numbers of a batch, and the future of its inputs on the host
     readers = ThreadPoolExecutor(num_readers)
 

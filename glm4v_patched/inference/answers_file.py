@@ -64,7 +64,7 @@ def open_answers(
             by another process.
     """
     for file_path in (path, settings_path(path)):
-        require_file(file_path, alone=True)
+        require_file(file_path, refuse_hard_links=True)
     for other in (data.path, *(p for q in questions for p in images_of(q.prompt))):
         if path.exists() and Path(other).exists() and path.samefile(other):
             raise ValueError(f"--out {path} is part of the data; give --out another file")

@@ -59,7 +59,8 @@ class Tester:
         # What comes out.
         self.encoder_seq_length = self.seq_length
         if image == UNEXPANDED_IMAGE:
-            self.encoder_seq_length += images_per_row * (len(EXPANDED_IMAGE) - len(UNEXPANDED_IMAGE))
+            added_per_image = len(EXPANDED_IMAGE) - len(UNEXPANDED_IMAGE)
+            self.encoder_seq_length += images_per_row * added_per_image
         self.key_length = self.encoder_seq_length
         self.hidden_size = config.hidden_size
         self.num_attention_heads = config.num_attention_heads
