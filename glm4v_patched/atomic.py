@@ -120,7 +120,7 @@ def require_file(path: Path, refuse_hard_links: bool = False) -> None:
         )
 
 
-def is_inside(path: Path, folder: Path) -> bool:
+def is_in_model_folder(path: Path, folder: Path) -> bool:
     """Return whether the file that a path leads to lies in a model's folder.
 
     For a snapshot in the Hub's cache, the blobs of its repository count as inside, too.
@@ -137,7 +137,7 @@ def require_copyable(path: Path, folder: Path) -> None:
     Such a file is a link to a file outside of the folder, or has further hard links.
     """
     if path.is_symlink():
-        if not path.is_file() or not is_inside(path, folder):
+        if not path.is_file() or not is_in_model_folder(path, folder):
             raise ValueError(
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"
@@ -192,6 +192,8 @@ def create_folder_atomically(out: Path) -> Iterator[Path]:
 
     Temporary folders that killed processes have left are removed, too.
     """
+    # The folder is called .partial only while it is locked: _remove_leftovers of another process
+    # removes folders called so that are not locked.
     name = f".{out.name}.{uuid.uuid4().hex}"
     new, partial = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial"))
     new.mkdir(parents=True)

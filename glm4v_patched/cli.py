@@ -152,9 +152,9 @@ def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         parser.error(f"there is no command {name!r}; {hint}")
 
 
-def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
+def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], takes_fields: bool) -> str:
     """Return argparse's message for unknown arguments, with the nearest options."""
-    rest = [text for text in rest if text.startswith("-") or not (has_fields and "=" in text)]
+    rest = [text for text in rest if text.startswith("-") or not (takes_fields and "=" in text)]
     message = f"unrecognized arguments: {' '.join(rest)}"
     known = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())
     names = [text.partition("=")[0] for text in rest if text.startswith("-")]
@@ -163,7 +163,7 @@ def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fiel
     if near:
         return f"{message}; did you mean {', '.join(dict.fromkeys(near))}?"
     fields = "; fields of a recipe have no dashes, as trainer.learning_rate=1e-4"
-    return message + (fields if has_fields and names else "; --help lists what there is")
+    return message + (fields if takes_fields and names else "; --help lists what there is")
 
 
 # Each command imports its modules when it runs, so --help and usage errors do not load torch.

@@ -45,8 +45,16 @@ ONE_LAYER: dict[str, dict[str, Any]] = {
 }
 ZERO_STAGE: Final = 3
 # Files and folders that the demo writes. MARKER_FILE beside them shows that a demo wrote them.
-EXCHANGED = ["requests.json", "replies.json"]  # with the process that answers
-OUTPUT_NAMES = ["data", "initial", "trained", *EXCHANGED, "loss.png", "answers.png", "metrics.json"]
+EXCHANGE_FILES = ["requests.json", "replies.json"]  # to and from the fresh process
+OUTPUT_NAMES = [
+    "data",
+    "initial",
+    "trained",
+    *EXCHANGE_FILES,
+    "loss.png",
+    "answers.png",
+    "metrics.json",
+]
 MARKER_FILE = "demo.txt"
 # This script must never be imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
@@ -108,7 +116,7 @@ def _require_replaceable(out: Path) -> None:
 
 def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
     started = time.time()
-    command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGED)]
+    command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGE_FILES)]
     # The process imports torch now, while a core is idle, and answers when its stdin closes.
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, **pipe) as fresh_process:
@@ -200,7 +208,7 @@ def _ask(
     fresh_process: subprocess.Popen, out: Path, requests: list[tuple[Path, list[Question]]]
 ) -> list[list[str]]:
     """Return the answers to each list of questions by the model in its folder."""
-    request_file, reply_file = (out / name for name in EXCHANGED)
+    request_file, reply_file = (out / name for name in EXCHANGE_FILES)
     serialized = [
         {"model": str(folder), "prompts": [question.prompt for question in questions]}
         for folder, questions in requests
