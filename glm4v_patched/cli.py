@@ -97,7 +97,9 @@ def _build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     train.set_defaults(run=_run_train)
-    train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
+    train.add_argument(
+        "-h", "--help", action=_HelpWithFields, help="show this help with all fields"
+    )
     add_recipe(train)
     processes_help = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
@@ -124,11 +126,11 @@ def _build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_run_bench)
     add_bench_arguments(bench)
 
-    doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
+    doctor = commands.add_parser("doctor", help="report what will fail here, and the cure")
     doctor.set_defaults(run=_run_doctor)
     add_doctor_arguments(doctor)
 
-    compare = commands.add_parser("compare", help="the published code and ours, on one model")
+    compare = commands.add_parser("compare", help="compare the published code with ours")
     compare.set_defaults(run=_run_compare)
     add_compare_arguments(compare)
     for command in commands.choices.values():

@@ -24,8 +24,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = build.add_argument
     add("--out", required=True, type=to_path, metavar="DIR", help="folder to write")
-    names = "org/glm-4v-9b-trainable or org/cogagent-9b-trainable"
-    add("--name", help=f"id for the model card (default {names})")
+    default = "org/glm-4v-9b-trainable or org/cogagent-9b-trainable"
+    add("--name", help=f"id for the model card (default {default})")
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("original", type=to_path, metavar="ORIGINAL", help="folder of the published model")
     add("--run-code", action="store_true", help="allow the code in ORIGINAL to run")
-    python = "a Python with a transformers that this code works with, to run it"
+    python = "Python of an environment in which the code in ORIGINAL works"
     add("--python", type=expand_path, metavar="PATH", help=python)
     add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
     add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")

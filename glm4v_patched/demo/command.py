@@ -95,7 +95,7 @@ def run_demo(out: Path, placement: Placement, steps: int, task: str = "shapes") 
         out = out.resolve()
         _require_replaceable(out)
         (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
-        return _train_and_evaluate(out, placement, steps, task)
+        return _run_with_fresh_process(out, placement, steps, task)
 
 
 def _require_replaceable(out: Path) -> None:
@@ -114,20 +114,21 @@ def _require_replaceable(out: Path) -> None:
             )
 
 
-def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
+def _run_with_fresh_process(out: Path, placement: Placement, steps: int, task: str) -> dict:
+    """Start the process that answers, then train and evaluate; return the figures."""
     started = time.time()
     command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGE_FILES)]
     # The process imports torch now, while a core is idle, and answers when its stdin closes.
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, **pipe) as fresh_process:
         try:
-            return _train_and_ask(out, placement, steps, task, fresh_process, started)
+            return _train_and_evaluate(out, placement, steps, task, fresh_process, started)
         except BaseException:
             fresh_process.kill()
             raise
 
 
-def _train_and_ask(
+def _train_and_evaluate(
     out: Path,
     placement: Placement,
     steps: int,
