@@ -97,9 +97,7 @@ def _build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     train.set_defaults(run=_run_train)
-    train.add_argument(
-        "-h", "--help", action=_HelpWithFields, help="show this help with all fields"
-    )
+    train.add_argument("-h", "--help", action=_HelpWithFields, help="show help with all fields")
     add_recipe(train)
     processes_help = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
