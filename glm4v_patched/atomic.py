@@ -89,11 +89,12 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def find_file_problem(path: Path, alone: bool = False) -> str | None:
+def find_file_problem(path: Path, refuse_hard_links: bool = False) -> str | None:
     """Return why a path is not a regular file, such as "is a folder"; None if it is or is missing.
 
     Args:
-        alone: Whether further hard links are a problem, as for a file that is written in place.
+        refuse_hard_links: Whether further hard links are a problem, as for a file that is written
+            in place.
     """
     try:
         status = path.lstat()
@@ -105,21 +106,21 @@ def find_file_problem(path: Path, alone: bool = False) -> str | None:
         return "is a folder"
     if not stat.S_ISREG(status.st_mode):
         return "is a pipe, a socket or a device"
-    if alone and status.st_nlink > 1:
+    if refuse_hard_links and status.st_nlink > 1:
         return f"is a file with {status.st_nlink} names (hard links)"
     return None
 
 
-def require_file(path: Path, alone: bool = False) -> None:
+def require_file(path: Path, refuse_hard_links: bool = False) -> None:
     """Raise ``ValueError`` if :func:`find_file_problem` finds a problem."""
-    if problem := find_file_problem(path, alone):
+    if problem := find_file_problem(path, refuse_hard_links):
         raise ValueError(
             f"{path} {problem}, and is neither followed nor replaced; move it away, or give "
             "another name"
         )
 
 
-def is_inside(path: Path, folder: Path) -> bool:
+def is_in_model_folder(path: Path, folder: Path) -> bool:
     """Return whether the file that a path leads to lies in a model's folder.
 
     For a snapshot in the Hub's cache, the blobs of its repository count as inside, too.
@@ -130,18 +131,18 @@ def is_inside(path: Path, folder: Path) -> bool:
     return target.is_relative_to(root) or is_blob
 
 
-def require_inside(path: Path, folder: Path) -> None:
+def require_copyable(path: Path, folder: Path) -> None:
     """Raise ``ValueError`` for a file that must not be copied from a model's folder.
 
     Such a file is a link to a file outside of the folder, or has further hard links.
     """
     if path.is_symlink():
-        if not path.is_file() or not is_inside(path, folder):
+        if not path.is_file() or not is_in_model_folder(path, folder):
             raise ValueError(
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"
             )
-    elif problem := find_file_problem(path, alone=True):
+    elif problem := find_file_problem(path, refuse_hard_links=True):
         raise ValueError(f"{path} {problem}, and is not copied; put the file itself there")
 
 
@@ -191,6 +192,8 @@ def create_folder_atomically(out: Path) -> Iterator[Path]:
 
     Temporary folders that killed processes have left are removed, too.
     """
+    # The folder is called .partial only while it is locked: _remove_leftovers of another process
+    # removes folders called so that are not locked.
     name = f".{out.name}.{uuid.uuid4().hex}"
     new, partial = (out.with_name(f"{name}.{kind}") for kind in ("new", "partial"))
     new.mkdir(parents=True)

@@ -16,7 +16,7 @@ from .installed_versions import versions
 from .paths import to_path
 from .terminal_text import error_text, pip_install, show_progress, write_line
 
-# The example in each command's help, and what it gives.
+# The example in each command's help, and what it writes or prints.
 EXAMPLES = {
     "demo --out demo_output": "demo_output/metrics.json: accuracy before and after",
     "train lora_1x80gb data.train=train.jsonl out=trained": "trained: adapters, training.json; "
@@ -97,7 +97,7 @@ def _build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     train.set_defaults(run=_run_train)
-    train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
+    train.add_argument("-h", "--help", action=_HelpWithFields, help="show help with all fields")
     add_recipe(train)
     processes_help = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
@@ -124,11 +124,11 @@ def _build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_run_bench)
     add_bench_arguments(bench)
 
-    doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
+    doctor = commands.add_parser("doctor", help="report what will fail here, and the cure")
     doctor.set_defaults(run=_run_doctor)
     add_doctor_arguments(doctor)
 
-    compare = commands.add_parser("compare", help="the published code and ours, on one model")
+    compare = commands.add_parser("compare", help="compare the published code with ours")
     compare.set_defaults(run=_run_compare)
     add_compare_arguments(compare)
     for command in commands.choices.values():
@@ -152,9 +152,9 @@ def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         parser.error(f"there is no command {name!r}; {hint}")
 
 
-def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
+def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], takes_fields: bool) -> str:
     """Return argparse's message for unknown arguments, with the nearest options."""
-    rest = [text for text in rest if text.startswith("-") or not (has_fields and "=" in text)]
+    rest = [text for text in rest if text.startswith("-") or not (takes_fields and "=" in text)]
     message = f"unrecognized arguments: {' '.join(rest)}"
     known = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())
     names = [text.partition("=")[0] for text in rest if text.startswith("-")]
@@ -163,7 +163,7 @@ def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fiel
     if near:
         return f"{message}; did you mean {', '.join(dict.fromkeys(near))}?"
     fields = "; fields of a recipe have no dashes, as trainer.learning_rate=1e-4"
-    return message + (fields if has_fields and names else "; --help lists what there is")
+    return message + (fields if takes_fields and names else "; --help lists what there is")
 
 
 # Each command imports its modules when it runs, so --help and usage errors do not load torch.

@@ -26,9 +26,12 @@ ISA_LIMITS = {
 }
 
 
-def cores() -> int:
-    """Return the number of CPU cores that this process may use, by its affinity and by the CPU time
-    that its control groups allow (``docker run --cpus``)."""
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use.
+
+    Its affinity limits the number, and so does the CPU time that its control groups allow
+    (``docker run --cpus``).
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return math.ceil(min(allowed or 1, *_quotas()))
 

@@ -70,11 +70,14 @@ def add_option(parser: Any, option_field: Field, several: bool = False) -> None:
     keywords |= {
         name: metadata[name] for name in ("choices", "metavar", "type") if name in metadata
     }
-    defaults = default if isinstance(default, tuple) else [default] * several
-    default_words = " ".join(map(_word, defaults or [default]))
-    if defaults:
-        keywords["nargs"], default = "+", defaults
-    help += "" if option_field.default is None else f" (default: {default_words})"
+    if several and not isinstance(default, tuple):
+        default = [default]  # argparse also returns several values as a list
+    if isinstance(default, tuple | list):
+        keywords["nargs"] = "+"
+        default_text = " ".join(map(_to_yaml, default))
+    else:
+        default_text = _to_yaml(default)
+    help += "" if option_field.default is None else f" (default: {default_text})"
     parser.add_argument(flag(option_field), help=help, default=default, **keywords)
 
 
@@ -99,10 +102,10 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
     number_type = (*get_args(annotation), annotation)[0]
     if get_origin(annotation) in (Annotated, Literal):
         choices = get_args(number_type) or get_args(annotation)
-        by_word = {_word(value): value for value in choices}
+        by_text = {_to_yaml(value): value for value in choices}
         return {
-            "type": _reader(by_word.__getitem__, ", ".join(by_word)),
-            "metavar": "|".join(by_word),
+            "type": _read_or_explain(by_text.__getitem__, ", ".join(by_text)),
+            "metavar": "|".join(by_text),
         }
     if pattern := limits.get("pattern"):
 
@@ -111,7 +114,7 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
                 raise ValueError
             return text
 
-        return {"type": _reader(read_matching, limits["expected"])}
+        return {"type": _read_or_explain(read_matching, limits["expected"])}
     if "ge" in limits:
         low, high = limits["ge"], limits.get("le", math.inf)
 
@@ -121,23 +124,23 @@ def _argparse_type(option_field: Field) -> dict[str, Any]:
             return value
 
         expected = f"a number from {low}" + (f" to {high:g}" if "le" in limits else "")
-        return {"type": _reader(read_number, expected)}
+        return {"type": _read_or_explain(read_number, expected)}
     return {"type": number_type}
 
 
-def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+def _read_or_explain(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
     """Wrap ``read`` so that argparse prints the expected values after an error."""
 
-    def value_of(text: str) -> Any:
+    def read_option(text: str) -> Any:
         try:
             return read(text)
         except (LookupError, ValueError):
             raise argparse.ArgumentTypeError(f"{text!r}; expected {expected}") from None
 
-    return value_of
+    return read_option
 
 
-def _word(value: Any) -> str:
+def _to_yaml(value: Any) -> str:
     """Return a value as YAML and the command line spell it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -153,8 +156,8 @@ def to_cli_arguments(settings: Any, exclude: Collection[str] = ()) -> list[str]:
         value = getattr(settings, option_field.name)
         if value != option_field.default and option_field.name not in exclude:
             values = value if isinstance(value, tuple) else [value]
-            words = [] if option_field.type is bool else map(_word, values)
-            arguments += [flag(option_field), *words]
+            texts = [] if option_field.type is bool else map(_to_yaml, values)
+            arguments += [flag(option_field), *texts]
     return arguments
 
 

@@ -101,7 +101,8 @@ class Activity:
 
 
 _active: list[Activity | None] = []  # one for each running block, the innermost last
-_innermost: tuple[Activity | None, float] = None, 0.0  # at the last tick, and its first tick
+# The innermost activity at the last tick, and the time of the first tick at which it was that.
+_innermost: tuple[Activity | None, float] = None, 0.0
 _last_printed = time.perf_counter()  # time of the last line; at first, of this import
 _ticker = threading.Thread()  # the thread that prints activities; show_progress starts it
 

@@ -12,9 +12,6 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hub_upload", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add_flag(name: str, help: str) -> None:
-        add(name, action="store_true", help=help)
-
     source = "folder of the original weights, or org/name@<commit of 40 hex digits>"
     build = commands.add_parser("build", help="build the folder that is published")
     group = build.add_mutually_exclusive_group(required=True)
@@ -27,8 +24,8 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = build.add_argument
     add("--out", required=True, type=to_path, metavar="DIR", help="folder to write")
-    names = "org/glm-4v-9b-trainable or org/cogagent-9b-trainable"
-    add("--name", help=f"id for the model card (default {names})")
+    default = "org/glm-4v-9b-trainable or org/cogagent-9b-trainable"
+    add("--name", help=f"id for the model card (default {default})")
     base = "model that the weights were trained from; ORG/NAME@COMMIT for adapters"
     add("--fine-tune-of", metavar="ORG/NAME", help=base)
     add("--trained", metavar="TEXT", help="for the card: what was trained, and on which data")
@@ -39,15 +36,19 @@ def _make_parser() -> argparse.ArgumentParser:
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
     add("target", type=expand_path, metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
-    add_flag("--weights", "also compare the sha256 of all weights (slow)")
-    add_flag("--json", "print the checks as JSON")
+    add("--weights", action="store_true", help="also compare the sha256 of all weights (slow)")
+    add("--json", action="store_true", help="print the checks as JSON")
     python = "Python interpreter to load it with, in place of this one; may be repeated"
     add("--python", type=expand_path, action="append", default=[], metavar="PATH", help=python)
     add = commands.add_parser("publish", help="publish a built folder on the Hub").add_argument
     add("folder", type=to_path, metavar="DIR", help="folder written by build")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
-    add_flag("--push", "publish; without it, only print what would be done")
-    add_flag("--allow-foreign", "publish beside, and over, files that no build of ours wrote")
+    add("--push", action="store_true", help="publish; without it, only print what would be done")
+    add(
+        "--allow-foreign",
+        action="store_true",
+        help="publish beside, and over, files that no build of ours wrote",
+    )
     return parser
 
 

@@ -49,7 +49,10 @@ def build_adapter_repository(folder: Path, out: Path, name: str, base: str | Non
     config = source.read_json(ADAPTER_CONFIG) | {"revision": commit, "auto_mapping": None}
     config["base_model_name_or_path"] = None
     has_path = "/" in json.dumps(config)
-    require_that(not has_path, f"{folder / ADAPTER_CONFIG} has a path, which others do not have")
+    require_that(
+        not has_path,
+        f"{folder / ADAPTER_CONFIG} has a path, which only this machine has: remove it",
+    )
     config["base_model_name_or_path"] = model
     card = source.content(MODEL_CARD) or PEFT_CARD_MARK
     require_that(

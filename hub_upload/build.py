@@ -270,9 +270,9 @@ def _card(
     """Render the model card, README.md."""
     fine_tune, origin, published = source.fine_tune, source.origin, published_model(source)
     origin_repository = origin and origin.repository
-    address = f"{published.id}/blob/main/LICENSE"  # of the weights' license on the Hub
+    license_address = f"{published.id}/blob/main/LICENSE"  # of the weights, on the Hub
     if origin and license_name:
-        address = (
+        license_address = (
             f"{origin.repository}/blob/{origin.revision}/{origin_license_name or license_name}"
         )
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")
@@ -287,7 +287,7 @@ def _card(
         trained=fine_tune and fine_tune.trained,
         is_published=origin_repository == published.id and not fine_tune,
         revision=origin and origin.revision,
-        license_link=f"https://huggingface.co/{address}",
+        license_link=f"https://huggingface.co/{license_address}",
         license_file=license_name and WEIGHTS_LICENSE,
     )
     return add_evaluation(card, name, source.evaluation).encode()

@@ -34,13 +34,16 @@ def read_evaluation(path: Path | None, data: str | None, source: SourceFiles) ->
     if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
         raise ValueError(f"{path} has no settings.model: expected a file of glm4v-patched evaluate")
     if quantized := (settings.get("options") or {}).get("weights"):
-        raise ValueError(f"{path} is of weights in {quantized}: evaluate without --weights")
+        raise ValueError(
+            f"{path} has scores of weights quantized to {quantized}: evaluate without --weights"
+        )
     evaluated = settings["model"]
     for name, published in _digests(source):
         if evaluated.get(name) != published:
             raise ValueError(
-                f"{path} is of other weights: {name} was {evaluated.get(name, 'not there')}, and "
-                f"{published} is published: evaluate {source.name} itself"
+                f"{path} has scores of other weights: {name} was "
+                f"{evaluated.get(name, 'not there')}, and {published} is published: evaluate "
+                f"{source.name} itself"
             )
     # Each metric has two scores: with the rows' own images, and with the images of other rows.
     rows = report.pop("rows", None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from glm4v_patched.atomic import find_file_problem, require_inside
+from glm4v_patched.atomic import find_file_problem, require_copyable
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, check_index
 from glm4v_patched.patch.config_json import parse_json_object
 
@@ -143,9 +143,9 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
             name = path.relative_to(folder).as_posix()
             # A build may hard-link weights to their source, but writes text files itself.
             if path.is_symlink() or find_file_problem(
-                path, alone=is_small(name, path.stat().st_size)
+                path, refuse_hard_links=is_small(name, path.stat().st_size)
             ):
-                require_inside(path, folder)
+                require_copyable(path, folder)
             size = path.stat().st_size
             # Later steps use these bytes, even if the file changes meanwhile.
             is_text = is_small(name, size)

@@ -61,8 +61,7 @@ def list_repository(
     if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
         raise ValueError(
             f"{url_origin(constants.ENDPOINT)} returned no commit of {name}, or no file sizes, "
-            "unlike "
-            f"a Hub: check HF_ENDPOINT; {RETRY_HINT}"
+            f"which a Hub always returns: check HF_ENDPOINT; {RETRY_HINT}"
         )
     return info, {file.rfilename: file for file in info.siblings}
 

@@ -85,7 +85,8 @@ def publish(options: argparse.Namespace) -> None:
     copies = require_copies(api, build, actions["copy"])
     show_plan(build, remote, actions, f"Repository {repo} at {head}, version {tag}")
     is_changed = any(actions[verb] for verb in ("copy", "upload", "delete"))
-    if tagged not in (None, None if is_changed else head):
+    # A tag that exists is right only if it is on the head and the head has this build already.
+    if tagged is not None and (is_changed or tagged != head):
         relation = "this build differs from" if is_changed else "has this build"
         raise ValueError(
             f"{repo} has the tag {tag} on {tagged}, but its head is {head}, which {relation}. "

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from glm4v_patched.atomic import require_file, require_inside, write_atomically
+from glm4v_patched.atomic import require_copyable, require_file, write_atomically
 from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
@@ -54,11 +54,11 @@ def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
         path.rename(tmp_path / message)
     require_file(path)  # nothing is there
     path.touch()
-    require_file(path, alone=True)
+    require_file(path, refuse_hard_links=True)
     os.link(path, other)
     require_file(path)
     with pytest.raises(ValueError, match="a file with 2 names"):  # to be written in place
-        require_file(path, alone=True)
+        require_file(path, refuse_hard_links=True)
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
@@ -82,9 +82,9 @@ def test_a_folder_s_files_are_not_those_of_one_whose_name_begins_alike(tmp_path)
     (model / "theirs").symlink_to("../model-private/key")
     (tmp_path / "link").symlink_to("model")
     for folder in (model, tmp_path / "link", tmp_path / "model-private" / ".." / "model"):
-        require_inside(folder / "own", folder)
+        require_copyable(folder / "own", folder)
         with pytest.raises(ValueError, match="outside the model's folder"):
-            require_inside(folder / "theirs", folder)
+            require_copyable(folder / "theirs", folder)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])

@@ -52,4 +52,4 @@ def test_cores_are_those_whose_time_a_control_group_allows(tmp_path, monkeypatch
     monkeypatch.setattr(cpu, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(cpu, "CGROUP_ROOT", tmp_path)
     monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: range(8), raising=False)
-    assert cpu.cores() == expected
+    assert cpu.count_cores() == expected

@@ -38,7 +38,7 @@ from reading_lines import SCRIPTS, Share, draw_set
 from reading_runs import REPORT, SIZES, Failed, Size, Task
 
 from glm4v_patched import __version__
-from glm4v_patched.data.workers import cores
+from glm4v_patched.data.workers import count_cores
 from glm4v_patched.engine.gpus import find_gpus
 
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow")
@@ -55,7 +55,7 @@ MAX_IMAGE_BYTES = 200_000
 
 
 def draw(task: Task) -> dict:
-    size, processes = task.size, min(cores(), MAX_PROCESSES)
+    size, processes = task.size, min(count_cores(), MAX_PROCESSES)
     held_out = {
         name: (Share(size.held_out, name, *LENGTHS, held_out=True),) for name in ("latin", "greek")
     }
@@ -459,7 +459,7 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
 def _on_this_machine(task: Task) -> Task:
     gpus = find_gpus().devices if task.gpus else ()
     task.report |= {"device": f"{task.gpus} x {gpus[0].name}" if gpus else "cpu"}
-    task.report |= {"cores": cores()}
+    task.report |= {"cores": count_cores()}
     return task
 
 

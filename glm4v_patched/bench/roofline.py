@@ -78,24 +78,24 @@ def num_supervised(text_tokens: int) -> int:
 
 def vision_flop(config: ChatGLMConfig) -> float:
     """Return the FLOP of one image in a forward pass of vision tower and projector."""
-    vision = config.vision
-    tokens, (layer, _) = vision.num_positions, linear_layer_shapes(config)
+    vision, tokens = config.vision, config.vision.num_positions
+    tower_layer, _ = linear_layer_shapes(config)
     attention = 4 * tokens**2 * vision.hidden_size
-    linear = 2 * tokens * sum(map(prod, layer.values()))
+    linear = 2 * tokens * sum(map(prod, tower_layer.values()))
     layers_flop = vision.num_hidden_layers * (linear + attention)
-    # Without biases and norms.
+    # The projector's matrices: count_projection also counts 5 vectors, biases and norms.
     projector_weights = count_projection(config) - 5 * config.hidden_size
     return layers_flop + 2 * vision.num_image_tokens * projector_weights
 
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
     """Return the FLOP of one sample in a forward pass, with logits of supervised tokens only."""
-    tokens, (_, layer) = (
-        config.vision.num_image_tokens + 2 + text_tokens,
-        linear_layer_shapes(config),
-    )
+    tokens = config.vision.num_image_tokens + 2 + text_tokens
+    _, language_layer = linear_layer_shapes(config)
+    # Half of the tower's: a token attends only to itself and to earlier tokens.
     attention = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
-    layers_flop = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
+    linear = 2 * tokens * sum(map(prod, language_layer.values()))
+    layers_flop = config.num_layers * (linear + attention)
     return layers_flop + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
 
 

@@ -126,6 +126,8 @@ def _make_conversation(
         user = {"role": "user", "image": image, "content": letters(question_length)}
         return [user, {"role": "assistant", "content": letters(answer_length)}]
 
+    # Each letter is one token, so the tokens of the chat format are those of the smallest
+    # conversation without its two letters.
     [smallest] = ConversationCollator(processor).measure([build(1, 1)])
     answer_length = num_supervised(text_tokens) - smallest.supervised + 1
     num_tokens = processor.num_image_tokens + 2 + text_tokens

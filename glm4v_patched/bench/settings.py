@@ -15,7 +15,7 @@ from ..models.quantized_weights import check_weights_option, choose_cache_implem
 from ..option_fields import option
 from ..paths import expand_path
 
-# Terms in messages about recipes, and the terms for the same things in bench.
+# Names in messages about recipes, and the names of the same options of bench.
 RECIPE_TO_BENCH_TERMS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 RECIPE_TO_BENCH_TERMS |= {"--device cpu": "--device cpu --config FILE"}
 
@@ -147,7 +147,7 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         check_weights_option(self.weights, self.device, self.cache)
         if self.device == "cpu" and self.config is None:
-            raise ValueError(FULL_SIZE_ON_CPU)
+            raise ValueError(FULL_SIZE_ON_CPU_MESSAGE)
 
     @property
     def resolved_cache(self) -> str:
@@ -155,7 +155,7 @@ class GenerationSettings:
         return choose_cache_implementation(self.cache, self.weights, "static")
 
 
-FULL_SIZE_ON_CPU = (
+FULL_SIZE_ON_CPU_MESSAGE = (
     "--device cpu would measure the full-size model, of 13.9 billion weights; expected a --config "
     "of a small one"
 )

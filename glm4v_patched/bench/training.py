@@ -20,7 +20,7 @@ from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection, require_packages
 from ..installed_versions import versions
 from ..option_fields import to_cli_arguments
-from .settings import FULL_SIZE_ON_CPU, TrainingSettings, in_bench_terms
+from .settings import FULL_SIZE_ON_CPU_MESSAGE, TrainingSettings, in_bench_terms
 
 # Settings that take several values; every combination is measured.
 VARIED_SETTINGS = ("trained", "micro_batch", "text_tokens")
@@ -81,7 +81,7 @@ def _require_machine(
     recipe_problems = find_device_problems(first.recipe_fields(), device, processes)
     problems = [in_bench_terms(problem.text) for problem in recipe_problems]
     if on_cpu and first.config is None and first.model is None:
-        problems.append(FULL_SIZE_ON_CPU)
+        problems.append(FULL_SIZE_ON_CPU_MESSAGE)
     if not problems:
         problems = [
             problem

@@ -68,7 +68,8 @@ class StepTimer(TrainerCallback):
 def measure_steps(settings: TrainingSettings) -> dict:
     """Train the model that the settings describe, and return speed, memory and losses."""
     on_gpu = local_device().type == "cuda"
-    ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
+    side, products = (8192, 20) if on_gpu else (512, 3)
+    ceiling = measured_ceiling(side, products)
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         step_timer = StepTimer(settings.warm_up)

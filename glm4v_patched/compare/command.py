@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("original", type=to_path, metavar="ORIGINAL", help="folder of the published model")
     add("--run-code", action="store_true", help="allow the code in ORIGINAL to run")
-    python = "a Python with a transformers that this code works with, to run it"
+    python = "Python of an environment in which the code in ORIGINAL works"
     add("--python", type=expand_path, metavar="PATH", help=python)
     add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
     add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")
@@ -170,7 +170,8 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     weights = bytes_per_element * sum(memory_plan.count_parameters(config))
     batch = memory_plan.BatchShape(num_sequences=2, sequence_length=length)
     activations = memory_plan.activation_bytes(config, options, batch)
-    logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 12)
+    # The estimate for the loss and its gradient: three tensors of the logits' shape in fp32.
+    logits = 2 * length * config.padded_vocab_size * (bytes_per_element + 3 * 4)
     needed = weights + activations + logits
     free = free_ram() if device == "cpu" else memory_plan.min_free_gpu_memory()
     text = f"comparing in {precision} on {device}, one model after the other, needs about "

@@ -1,4 +1,4 @@
-"""Inputs of both models, in the published form: three placeholder tokens stand for each image."""
+"""Inputs of both models: unexpanded prompts, with three tokens for an image, as published."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -68,11 +68,12 @@ def write_cases(folder: Path, model: Path) -> tuple[int, dict[str, int]]:
 
 
 def _unexpand(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
-    """Replace the image tokens of each image by the published placeholder, <|endoftext|>."""
-    image, end = processor.image_token_id, collator.end_id
-    pairs = pairwise([end, *ids])
+    """Replace the image tokens of each image by one published placeholder, <|endoftext|>."""
+    image_token, placeholder = processor.image_token_id, collator.end_id
     return [
-        end if now == image else now for before, now in pairs if (before, now) != (image, image)
+        placeholder if token == image_token else token
+        for previous, token in pairwise([placeholder, *ids])
+        if not previous == token == image_token
     ]
 
 

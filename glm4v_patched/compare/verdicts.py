@@ -83,9 +83,11 @@ def compare_outputs(
         precision: Key of ``COMPARE_TOLERANCES``.
     """
     pair = _OutputPair(original, ours, supervised, *COMPARE_TOLERANCES[precision])
-    comparisons = [*pair.sample("text"), *pair.sample("image"), *pair.rotation_and_positions()]
-    comparisons += pair.padded_batch()
-    return [*comparisons, pair.answer("prompt text", "text"), pair.answer("prompt image", "image")]
+    comparisons = [*pair.compare_sample("text"), *pair.compare_sample("image")]
+    comparisons += [*pair.find_rotation_and_positions(), *pair.compare_padded_batch()]
+    comparisons.append(pair.compare_answers("prompt text", "text"))
+    comparisons.append(pair.compare_answers("prompt image", "image"))
+    return comparisons
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class _OutputPair:
     def models(self) -> tuple[ModelOutputs, ModelOutputs]:
         return self.original, self.ours
 
-    def sample(self, case: str) -> Iterator[Comparison]:
+    def compare_sample(self, case: str) -> Iterator[Comparison]:
         """Compare logits, loss and gradients of a sample by itself."""
         for quantity, result, measure, tolerance in (
             ("logits", "logits", _compare_logits, self.logits_tolerance),
@@ -119,7 +121,7 @@ class _OutputPair:
             note = f"difference {difference:.2g}, tolerance {tolerance:g}"
             yield Comparison(case, quantity, theirs, ours, verdict, note)
 
-    def rotation_and_positions(self) -> Iterator[Comparison]:
+    def find_rotation_and_positions(self) -> Iterator[Comparison]:
         """Find with which rotation and image positions our logits are nearest to the original's.
 
         A text has no image positions, so it shows the rotation. An image then shows the positions.
@@ -127,45 +129,52 @@ class _OutputPair:
         if any(m.error(case, "logits") for m in self.models for case in ("text", "image")):
             return
         ours = self.ours.results["text"]["rotation"]
-        errors = {name: self._logits_error("text", name, SHARED) for name in ROTATIONS}
+        differences = {n: self._logits_difference("text", n, SHARED) for n in ROTATIONS}
         cure = f"set original_rope in config.json to {'false' if ours == PAIRS else 'true'}"
-        yield self._nearest("text", "rotation", ours, errors, cure)
-        nearest = min(errors, key=lambda name: errors[name])
-        errors = {name: self._logits_error("image", nearest, name) for name in POSITIONS}
+        yield self._nearest("text", "rotation", ours, differences, cure)
+        nearest = min(differences, key=lambda name: differences[name])
+        differences = {n: self._logits_difference("image", nearest, n) for n in POSITIONS}
         cure = "this package cannot compute it: do not train or serve this model with it"
-        yield self._nearest("image", "image positions", SHARED, errors, cure)
+        yield self._nearest("image", "image positions", SHARED, differences, cure)
 
-    def _logits_error(self, case: str, rotation: str, positions: str) -> float:
+    def _logits_difference(self, case: str, rotation: str, positions: str) -> float:
         ours = self.ours.tensors[f"{case}, {rotation}, {positions}/logits"]
-        error = (self.original.tensors[f"{case}/logits"] - ours).abs().max().item()
-        return math.inf if math.isnan(error) else error
+        difference = (self.original.tensors[f"{case}/logits"] - ours).abs().max().item()
+        return math.inf if math.isnan(difference) else difference
 
     def _nearest(
-        self, case: str, quantity: str, ours: str, errors: Mapping[str, float], cure: str
+        self, case: str, quantity: str, ours: str, differences: Mapping[str, float], cure: str
     ) -> Comparison:
-        near, far = sorted(errors, key=lambda name: errors[name])
-        note = "logits differ by " + " and by ".join(f"{e:.2g} with {n}" for n, e in errors.items())
-        if errors[near] > self.logits_tolerance:
+        """Compare our choice with the choice whose logits are nearest to the original's.
+
+        Args:
+            ours: The choice of our model.
+            differences: The largest difference of logits with each of the two choices.
+        """
+        near, far = sorted(differences, key=lambda name: differences[name])
+        texts = [f"{value:.2g} with {name}" for name, value in differences.items()]
+        note = f"logits differ by {' and by '.join(texts)}"
+        if differences[near] > self.logits_tolerance:
             return Comparison(case, quantity, "neither", ours, DIFFERENT, note)
-        if errors[far] <= 2 * errors[near]:  # not more than rounding
+        if differences[far] <= 2 * differences[near]:  # not more than rounding
             note += "; this is too close to tell: use --precision fp32"
             return Comparison(case, quantity, "either", ours, UNDECIDED, note)
         if near == ours:
             return Comparison(case, quantity, near, ours, SAME, note)
         return Comparison(case, quantity, near, ours, DIFFERENT, f"{note}; {cure}")
 
-    def padded_batch(self) -> Iterator[Comparison]:
+    def compare_padded_batch(self) -> Iterator[Comparison]:
         """Compare, for each model, samples in a padded batch with the same samples alone."""
-        beside = "a sample has another result when a longer one is beside it"
+        note = "the result of a sample changes when the batch has a longer sample, too"
         for name, measure, tolerance in (
-            ("logits", self._batch_logits_error, self.logits_tolerance),
-            ("loss", self._batch_loss_error, self.loss_tolerance),
+            ("logits", self._batch_logits_difference, self.logits_tolerance),
+            ("loss", self._batch_loss_difference, self.loss_tolerance),
         ):
-            quantity = f"{name}, error to samples alone"
-            yield self._judge(quantity, "{:.2g}", measure, beside, -1, tolerance)
+            quantity = f"{name}, difference from samples alone"
+            yield self._judge(quantity, "{:.2g}", measure, note, above=-1, at_most=tolerance)
         if any(model.error(PADDED_CASE, "loss") for model in self.models):
             return
-        note = "it loses the images of padded samples without an error, or a loss is not finite"
+        note = "the code silently loses the images of padded samples, or a loss is not finite"
         yield self._judge("loss, change by other images", "{:.5f}", _change_by_images, note)
         note = "all gradients of the vision tower are 0, or one is NaN"
         yield self._judge("vision tower's gradients", "{} weights", _count_tower_gradients, note)
@@ -173,39 +182,47 @@ class _OutputPair:
     def _judge(
         self,
         quantity: str,
-        text: str,
+        template: str,
         measure: Callable[[ModelOutputs], float],
         note: str,
         above: float = 0,
         at_most: float = sys.float_info.max,
     ) -> Comparison:
-        """Judge ``measure`` of each model's padded batch: valid is ``above < value <= at_most``."""
+        """Judge a value of the padded batch for each model: valid is ``above < value <= at_most``.
+
+        Args:
+            quantity: Name of the value, which begins with the result that it is computed from.
+            template: Format of the value.
+            measure: Computes the value from a model's outputs.
+            note: The reason for the verdict if the value is not valid.
+        """
         texts, valid, notes = [], [], []
         for model in self.models:
             result = quantity.partition(",")[0]
             errors = [model.error(case, result) for case in BATCH_CASES]
             message = next(filter(None, errors), None)
             value = math.inf if message else measure(model)
-            texts.append("fails" if message else text.format(value))
+            texts.append("fails" if message else template.format(value))
             valid.append(above < value <= at_most)  # False for NaN, too
             notes.append(message or note)
         verdict: Verdict = SAME if all(valid) else ORIGINAL_WRONG if valid[1] else OURS_WRONG
         reason = "" if verdict == SAME else notes[verdict == OURS_WRONG]
         return Comparison("padded batch", quantity, texts[0], texts[1], verdict, reason)
 
-    def _batch_logits_error(self, model: ModelOutputs) -> float:
+    def _batch_logits_difference(self, model: ModelOutputs) -> float:
         alone = [model.tensors[f"{case}/logits"][0] for case in SINGLE_CASES]
         batch = model.tensors[f"{PADDED_CASE}/logits"]
         return max_or_nan((a - b).abs().max().item() for a, b in zip(alone, batch, strict=True))
 
-    def _batch_loss_error(self, model: ModelOutputs) -> float:
+    def _batch_loss_difference(self, model: ModelOutputs) -> float:
         """Return the difference of the batch's loss from the mean over all supervised tokens."""
         counts = [self.supervised[case] for case in SINGLE_CASES]
         batch, _, *losses = (model.results[case]["loss"] for case in BATCH_CASES)
         total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
         return abs(batch - total / sum(counts))
 
-    def answer(self, case: str, sample: str) -> Comparison:
+    def compare_answers(self, case: str, sample: str) -> Comparison:
+        """Compare the greedy tokens of a case; ``sample`` names it in the report."""
         quantity = "answer (greedy tokens)"
         if failure := self._failure(case, "answer", sample, quantity):
             return failure

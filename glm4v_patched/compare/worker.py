@@ -37,7 +37,7 @@ SHARED, COUNTED = POSITIONS = ("shared", "counted")
 
 
 def run_job(job):
-    """Compute logits, loss, gradients and answers of all cases, and write them."""
+    """Compute and write the logits, loss, gradients and answers of all cases."""
     torch.manual_seed(0)
     model = load_model(job).to(job["device"])
     names = gradient_names(model.config)
@@ -49,16 +49,16 @@ def run_job(job):
         inputs = {name: tensor.to(job["device"]) for name, tensor in inputs.items()}
         case_results = results[case] = {}
         labels = inputs.pop("labels", None)
-        record_result(case_results, "logits", logits, model.eval(), inputs, case, tensors)
+        record_result(case_results, "logits", compute_logits, model.eval(), inputs, case, tensors)
         if job["ours"] and case in ("text", "image"):
             case_results["rotation"] = PAIRS if model.config.original_rope else HALVES
             for rotation, positions in product(ROTATIONS, POSITIONS):
                 name = f"{case}, {rotation}, {positions}"
                 variant = model, inputs, name, tensors, rotation, positions
-                record_result(case_results, name, variant_logits, *variant)
+                record_result(case_results, name, compute_variant_logits, *variant)
         if labels is not None:
-            arguments = dict(inputs, labels=labels)
-            record_result(case_results, "loss", loss, model.train(), arguments, case, tensors)
+            labeled = dict(inputs, labels=labels)
+            record_result(case_results, "loss", compute_loss, model.train(), labeled, case, tensors)
         if "answer_tokens" in job and case.startswith("prompt"):
             generate_greedily(model.eval(), inputs, job["answer_tokens"], case_results)
     save_file(tensors, job["tensors"])
@@ -108,14 +108,14 @@ def record_result(results, name, compute, *arguments):
 
 
 @torch.no_grad()
-def logits(model, inputs, case, tensors):
+def compute_logits(model, inputs, case, tensors):
     """Store the logits of the last positions in ``tensors``, as fp32; return their shape."""
     last = model(**inputs).logits[:, -NUM_LAST_POSITIONS:].float().cpu().contiguous()
     tensors[f"{case}/logits"] = last
     return list(last.shape)
 
 
-def variant_logits(model, inputs, case, tensors, rotation, positions):
+def compute_variant_logits(model, inputs, case, tensors, rotation, positions):
     """Store the logits of our model with another rotation or other image positions."""
 
     def count_positions(_, arguments):
@@ -127,14 +127,14 @@ def variant_logits(model, inputs, case, tensors, rotation, positions):
     rotary = model.transformer.rotary_pos_emb
     hook = rotary.register_forward_pre_hook(count_positions) if positions == COUNTED else None
     try:
-        return logits(model, inputs, case, tensors)
+        return compute_logits(model, inputs, case, tensors)
     finally:
         model.config.original_rope = original_rope
         if hook is not None:
             hook.remove()
 
 
-def loss(model, inputs, case, tensors):
+def compute_loss(model, inputs, case, tensors):
     """Store the gradients in ``tensors``, as fp32; return the loss."""
     model.zero_grad(set_to_none=True)
     value = model(**inputs).loss

@@ -44,7 +44,7 @@ from .stored_rows import (
     write_rows,
 )
 from .text_rows import LINE_KINDS, count_lines, file_kind
-from .workers import cores
+from .workers import count_cores
 
 # The cache is written after this many images, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
@@ -213,7 +213,7 @@ def num_reading_processes(sources: DataSources) -> int:
     if any(source.allow_urls or not _has_lines(source) for source in sources):
         return 1
     useful_processes = sum(os.path.getsize(source.path) // BYTES_PER_PROCESS for source in sources)
-    return max(1, min(cores(), MAX_PROCESSES, useful_processes))
+    return max(1, min(count_cores(), MAX_PROCESSES, useful_processes))
 
 
 def _has_lines(source: DataSource) -> bool:

@@ -46,7 +46,7 @@ class ImageCheckCache:
             return
         with self._disabled_on_error():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if problem := find_file_problem(path, alone=True):
+            if problem := find_file_problem(path, refuse_hard_links=True):
                 raise OSError(f"it {problem}")
             self.file = path.open("a+b")
             if self.file.tell() > MAX_CACHE_BYTES:

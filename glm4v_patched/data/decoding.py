@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from .file_signatures import LONG_TEXT_CURE, RAW_CURE, fill_cure, find_signature
 from .image_limits import SHRINK_CURE, TooLargeError, count_decoded_pixels, open_image
-from .workers import cores
+from .workers import count_cores
 
 MAX_PIXELS = 120 * 10**6
 """Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
@@ -119,6 +119,6 @@ def check_image_files(paths: Sequence[str]) -> Generator[ImageCheck, None, None]
     There is one thread per core, because Pillow and hashlib release the GIL. Closing the generator
     drops the remaining work.
     """
-    with ThreadPoolExecutor(min(cores(), MAX_THREADS)) as threads:
+    with ThreadPoolExecutor(min(count_cores(), MAX_THREADS)) as threads:
         for start in range(0, len(paths), IMAGES_PER_SUBMIT):
             yield from threads.map(check_image_file, paths[start : start + IMAGES_PER_SUBMIT])

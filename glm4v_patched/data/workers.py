@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..cpu import cores
+from ..cpu import count_cores
 
 MAX_WORKERS = 8
 BATCHES_AHEAD = 2
@@ -64,7 +64,7 @@ def worker_start(
 
 def default_workers(processes: int, images: int, side: int) -> int:
     """Return how many workers each process gets by default; 0 for none."""
-    workers = min(cores() // processes - 1, MAX_WORKERS)
+    workers = min(count_cores() // processes - 1, MAX_WORKERS)
     return workers_that_fit(max(workers, 0), processes, images, side)
 
 

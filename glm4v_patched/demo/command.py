@@ -36,7 +36,7 @@ from .images import TASKS, draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
-# Steps of few samples would cost more: the time of a step is mostly that of DeepSpeed's own code.
+# More steps of fewer samples would take longer: DeepSpeed's own code takes most of a step's time.
 MICRO_BATCH, LEARNING_RATE, SEED = 32, 2.5e-3, 0
 # With one layer, ZeRO-3 gathers 36 parameters a step. A second layer would take a third more time.
 ONE_LAYER: dict[str, dict[str, Any]] = {
@@ -45,8 +45,16 @@ ONE_LAYER: dict[str, dict[str, Any]] = {
 }
 ZERO_STAGE: Final = 3
 # Files and folders that the demo writes. MARKER_FILE beside them shows that a demo wrote them.
-EXCHANGED = ["requests.json", "replies.json"]  # with the process that answers
-OUTPUT_NAMES = ["data", "initial", "trained", *EXCHANGED, "loss.png", "answers.png", "metrics.json"]
+EXCHANGE_FILES = ["requests.json", "replies.json"]  # to and from the fresh process
+OUTPUT_NAMES = [
+    "data",
+    "initial",
+    "trained",
+    *EXCHANGE_FILES,
+    "loss.png",
+    "answers.png",
+    "metrics.json",
+]
 MARKER_FILE = "demo.txt"
 # This script must never be imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
@@ -87,7 +95,7 @@ def run_demo(out: Path, placement: Placement, steps: int, task: str = "shapes") 
         out = out.resolve()
         _require_replaceable(out)
         (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
-        return _train_and_evaluate(out, placement, steps, task)
+        return _run_with_fresh_process(out, placement, steps, task)
 
 
 def _require_replaceable(out: Path) -> None:
@@ -106,20 +114,21 @@ def _require_replaceable(out: Path) -> None:
             )
 
 
-def _train_and_evaluate(out: Path, placement: Placement, steps: int, task: str) -> dict:
+def _run_with_fresh_process(out: Path, placement: Placement, steps: int, task: str) -> dict:
+    """Start the process that answers, then train and evaluate; return the figures."""
     started = time.time()
-    command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGED)]
+    command = [sys.executable, str(ANSWER_SCRIPT), *(str(out / name) for name in EXCHANGE_FILES)]
     # The process imports torch now, while a core is idle, and answers when its stdin closes.
     pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, **pipe) as fresh_process:
         try:
-            return _train_and_ask(out, placement, steps, task, fresh_process, started)
+            return _train_and_evaluate(out, placement, steps, task, fresh_process, started)
         except BaseException:
             fresh_process.kill()
             raise
 
 
-def _train_and_ask(
+def _train_and_evaluate(
     out: Path,
     placement: Placement,
     steps: int,
@@ -146,7 +155,7 @@ def _train_and_ask(
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process takes the batch of two processes: half of it would learn too little.
+            # A single process takes the batch of two, because half of it would teach too little.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
@@ -172,7 +181,7 @@ def _train_and_ask(
     )
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
-    score = TASKS[task][1]
+    score = TASKS[task].score_name
     metrics = {
         f"{score}_before": _mean_score(task, before, questions),
         f"{score}_after": _mean_score(task, after, questions),
@@ -200,7 +209,7 @@ def _ask(
     fresh_process: subprocess.Popen, out: Path, requests: list[tuple[Path, list[Question]]]
 ) -> list[list[str]]:
     """Return the answers to each list of questions by the model in its folder."""
-    request_file, reply_file = (out / name for name in EXCHANGED)
+    request_file, reply_file = (out / name for name in EXCHANGE_FILES)
     serialized = [
         {"model": str(folder), "prompts": [question.prompt for question in questions]}
         for folder, questions in requests
@@ -218,4 +227,4 @@ def _ask(
 
 def _mean_score(task: str, answers: list[str], questions: list[Question]) -> float | None:
     pairs = zip(answers, (question.reference or "" for question in questions), strict=True)
-    return mean_score(*TASKS[task][1:], pairs)
+    return mean_score(TASKS[task].score_name, TASKS[task].score, pairs)

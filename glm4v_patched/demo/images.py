@@ -2,11 +2,12 @@
 
 import random
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
 from ..inference.grounding import box_iou
-from ..inference.scoring import exact_match
+from ..inference.scoring import Metric, exact_match
 
 COLORS = {
     "red": (214, 39, 40),
@@ -23,11 +24,25 @@ QUESTIONS = {
     "What do you see?": "a {color} {shape}",
 }
 BOX_QUESTIONS = {"Where is it?": "{box}", "Where is the {shape}?": "{box}"}
+
+
+class Task(NamedTuple):
+    """A task that the demo trains.
+
+    Args:
+        answers: The answer to each question; both are format strings.
+        score: Returns the score of an answer and its reference.
+    """
+
+    answers: dict[str, str]
+    score_name: str
+    score: Metric
+
+
 TASKS = {
-    "shapes": (QUESTIONS, "accuracy", exact_match),
-    "boxes": (BOX_QUESTIONS, "iou", box_iou),
+    "shapes": Task(QUESTIONS, "accuracy", exact_match),
+    "boxes": Task(BOX_QUESTIONS, "iou", box_iou),
 }
-"""The data sets by name: questions with their answers, and the name and function of the score."""
 GRID_UNITS = 8
 """Units per side of the grid on which shapes of the task "boxes" lie, so that a few hundred steps
 suffice to learn to point."""
@@ -46,16 +61,16 @@ def draw_data_set(
         task: A key of :data:`TASKS`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rng, questions = random.Random(seed), TASKS[task][0]
+    rng, answers = random.Random(seed), TASKS[task].answers
     conversations = []
     for index in range(num_images):
         color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
-        question = rng.choice(list(questions))
+        question = rng.choice(list(answers))
         path = folder / f"{index:05}.png"
         image, box = draw_shape(color, shape, side, rng, GRID_UNITS if task == "boxes" else None)
         image.save(path)
         words = {"color": color, "shape": shape, "box": f"[{[*box]}]"}
-        answer = questions[question].format(**words)
+        answer = answers[question].format(**words)
         conversations.append(
             [
                 {"role": "user", "image": str(path), "content": question.format(**words)},

@@ -21,12 +21,12 @@ from ..terminal_text import format_bytes
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30
-PUBLISHED_WEIGHTS = 28 * GB
-MAX_IDLE_GPU_MEMORY = 2 * GIB  # more than a desktop uses
+PUBLISHED_WEIGHT_BYTES = 28 * GB
+MAX_IDLE_GPU_BYTES = 2 * GIB  # more than a desktop uses
 # Docker's default for /dev/shm is 64 MB. NCCL uses about 10 MB there for each pair of processes,
 # and each data loader worker keeps several images of 15 MB there.
-MIN_SHARED_MEMORY = GIB
-MIN_TEMPORARY_SPACE = GB
+MIN_SHARED_MEMORY_BYTES = GIB
+MIN_TEMPORARY_BYTES = GB
 MIN_OPEN_FILES = 4096
 # The lowest compute capability that has bf16 in hardware and that Triton's compiler supports.
 AMPERE = (8, 0)
@@ -73,7 +73,7 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
         yield Finding("GPU memory", WARNING, str(error), cure)
         return
     for index, (gpu, free) in enumerate(zip(gpus, free_bytes, strict=True)):
-        if (used := gpu.memory - free) > MAX_IDLE_GPU_MEMORY:
+        if (used := gpu.memory - free) > MAX_IDLE_GPU_BYTES:
             text = f"{used / GIB:.0f} of {gpu.memory / GIB:.0f} GiB are in use"
             yield Finding(f"GPU {index}", WARNING, text, cure)
 
@@ -109,10 +109,10 @@ def _check_compiler() -> Finding:
 
 
 def _check_disks() -> Iterator[Finding]:
-    yield _check_disk("temporary files", Path(tempfile.gettempdir()), MIN_TEMPORARY_SPACE, "TMPDIR")
+    yield _check_disk("temporary files", Path(tempfile.gettempdir()), MIN_TEMPORARY_BYTES, "TMPDIR")
     cache = hub_cache()
     is_cached = any(cache.glob("models--*--glm-4v-9b/snapshots/*/config.json"))
-    yield _check_disk("Hub cache", cache, 0 if is_cached else PUBLISHED_WEIGHTS, "HF_HOME")
+    yield _check_disk("Hub cache", cache, 0 if is_cached else PUBLISHED_WEIGHT_BYTES, "HF_HOME")
 
 
 def hub_cache() -> Path:
@@ -149,7 +149,7 @@ def _check_shared_memory() -> Finding:
         return Finding(check, FAILS, "it does not exist or is not writable", cure)
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB are free"
-    if usage.free >= MIN_SHARED_MEMORY:
+    if usage.free >= MIN_SHARED_MEMORY_BYTES:
         return Finding(check, OK, text)
     effect = "NCCL and data loader workers may crash with a bus error"
     return Finding(check, WARNING, f"{text}: {effect}", cure)

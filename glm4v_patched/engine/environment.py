@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from typing import IO
 
-from ..cpu import cores
+from ..cpu import count_cores
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,7 +82,7 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
     Args:
         processes: Training processes on this machine, which share its cores.
     """
-    threads = max(cores() // processes, 1)
+    threads = max(count_cores() // processes, 1)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -125,7 +125,7 @@ def _unusable(folder: Path, problem: str | None) -> ValueError:
 def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int:
     """Lock a file, and return its descriptor; raise ``ValueError`` if another run holds it."""
     while True:
-        require_file(lock, alone=True)
+        require_file(lock, refuse_hard_links=True)
         descriptor = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
         try:
             holder = os.pread(descriptor, 10_000, 0).decode(errors="replace")

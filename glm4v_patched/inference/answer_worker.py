@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ..cpu import cores
+from ..cpu import count_cores
 from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
 from ..models.base import ModelSource
@@ -260,7 +260,7 @@ def answer_batches(
     they read the images of later batches and copy the next batch to the GPU.
     """
     processor, remaining_batches = load_processor(base), iter(batches)
-    num_readers = min(MAX_READERS, max(cores() - 1, 1))
+    num_readers = min(MAX_READERS, max(count_cores() - 1, 1))
     readers = ThreadPoolExecutor(num_readers)
     # Batches whose images are being read: row numbers, and the future of the inputs on the host.
     being_read: deque[tuple[list[int], Future]] = deque()

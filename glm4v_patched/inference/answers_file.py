@@ -65,7 +65,7 @@ def open_answers(
             or another process is writing it.
     """
     for file_path in (path, settings_path(path)):
-        require_file(file_path, alone=True)
+        require_file(file_path, refuse_hard_links=True)
     image_paths = [image for question in questions for image in images_of(question.prompt)]
     for data_path in (data.path, *image_paths):
         if path.exists() and Path(data_path).exists() and path.samefile(data_path):

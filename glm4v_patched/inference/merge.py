@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import (
     create_folder_atomically,
+    require_copyable,
     require_free_disk,
-    require_inside,
     require_new_folder,
     write_atomically,
 )
@@ -114,7 +114,7 @@ def fetch_weights(base: ModelSource) -> Path:
                 snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
             )
     for path in [*files_to_copy(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
-        require_inside(path, folder)
+        require_copyable(path, folder)
     return folder
 
 

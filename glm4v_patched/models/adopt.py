@@ -22,8 +22,8 @@ from .. import __version__
 from ..atomic import (
     create_folder_atomically,
     explain_failed_writes,
+    require_copyable,
     require_free_disk,
-    require_inside,
     require_new_folder,
 )
 from ..engine.options import QUANTIZER_PACKAGES
@@ -341,7 +341,7 @@ def read_source_files(folder: Path) -> dict[str, bytes]:
     source_files = {}
     for path in sorted(folder.iterdir()):
         if path.name in (*READ_FILES, *LICENSES):
-            require_inside(path, folder)
+            require_copyable(path, folder)
             source_files[path.name] = read_bytes_within_limit(path)
     return source_files
 

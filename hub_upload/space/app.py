@@ -16,7 +16,7 @@ from glm4v_patched.inference.serving.connections import run_server
 from glm4v_patched.inference.serving.limits import ServerLimits
 from glm4v_patched.inference.serving.serve import open_listener
 
-FRAME = (b"frame-ancestors 'none'", b"frame-ancestors https://huggingface.co")
+NO_FRAMES, HUB_FRAMES = b"frame-ancestors 'none'", b"frame-ancestors https://huggingface.co"
 LIMITS = ServerLimits(
     hosts=None, max_body_bytes=8 * 10**6, max_pixels=12 * 10**6, max_images=4, max_requests=16
 )
@@ -32,7 +32,7 @@ class AllowFrame:
         async def send_with_frame(message):
             if message["type"] == "http.response.start":
                 message["headers"] = [
-                    (name, value.replace(*FRAME))
+                    (name, value.replace(NO_FRAMES, HUB_FRAMES))
                     for name, value in message["headers"]
                     if name != b"x-frame-options"
                 ]

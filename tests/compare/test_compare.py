@@ -94,7 +94,7 @@ def test_both_agree_except_where_the_original_is_reported_as_wrong(compared):
     assert "loses the images" in padded["loss, change by other images"]["note"]
     assert padded["loss, change by other images"]["original"] == "0.00000"
     assert padded["vision tower's gradients"]["original"] == "0 weights"
-    assert float(padded["loss, error to samples alone"]["ours"]) < 1e-5
+    assert float(padded["loss, difference from samples alone"]["ours"]) < 1e-5
 
 
 def test_the_original_runs_without_tokens_and_its_files_are_listed(compared, original):
@@ -345,10 +345,10 @@ def broken(key: str, value: float) -> ModelOutputs:
         ("text/gradient/transformer.encoder.final_layernorm.weight", "text", "gradients"),
         ("batch/gradient/transformer.vision.boi", "padded batch", "vision tower's gradients"),
         ("image/logits", "image", "logits"),
-        ("other image/logits", "padded batch", "logits, error to samples alone"),
-        ("batch/logits", "padded batch", "logits, error to samples alone"),
-        ("batch/loss", "padded batch", "loss, error to samples alone"),
-        ("other image/loss", "padded batch", "loss, error to samples alone"),
+        ("other image/logits", "padded batch", "logits, difference from samples alone"),
+        ("batch/logits", "padded batch", "logits, difference from samples alone"),
+        ("batch/loss", "padded batch", "loss, difference from samples alone"),
+        ("other image/loss", "padded batch", "loss, difference from samples alone"),
         ("swapped/loss", "padded batch", "loss, change by other images"),
         ("text/loss", "text", "loss"),
         ("prompt image/logits", "image", "answer (greedy tokens)"),
@@ -381,7 +381,7 @@ def test_ours_is_wrong_where_it_fails_or_loses_images():
     failing.results["text"]["loss"] = {"error": "ValueError: no"}
     assert wrong("loss", "text") < verdicts(computed(), failing)
     apart = computed(**{"loss batch": 0.1, "loss swapped": 0.1})
-    assert verdicts(computed(), apart) == wrong("loss, error to samples alone")
+    assert verdicts(computed(), apart) == wrong("loss, difference from samples alone")
     blind, tower = computed(**{"gradient batch": -1.0}), "vision tower's gradients"
     assert verdicts(computed(), blind) == wrong(tower) == verdicts(blind, blind)
     assert verdicts(blind, computed()) == {("padded batch", tower, "the original is wrong")}

@@ -147,7 +147,7 @@ def test_threads_find_at_the_same_time_what_one_finds_in_the_same_order(tmp_path
         return check_image_file(path)
 
     monkeypatch.setattr(decoding, "check_image_file", when_another_does)
-    monkeypatch.setattr(decoding, "cores", lambda: 2)
+    monkeypatch.setattr(decoding, "count_cores", lambda: 2)
     monkeypatch.setattr(decoding, "IMAGES_PER_SUBMIT", 6)
     assert [*check_image_files(paths)] == alone
 

@@ -69,7 +69,7 @@ def test_shards_together_have_the_rows_of_a_file(tmp_path, monkeypatch):
     ids=["large text", "fetched images", "the Hub"],
 )
 def test_processes_share_only_large_files_of_text(tmp_path, monkeypatch, changes, processes):
-    monkeypatch.setattr(check, "cores", lambda: 3)
+    monkeypatch.setattr(check, "count_cores", lambda: 3)
     monkeypatch.setattr(check, "BYTES_PER_PROCESS", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(conversation(1)) * 4)

@@ -17,7 +17,7 @@ from tests.helpers.recipes import drawn_recipe, train_here
 def machine(monkeypatch):
     def have(cores: int, shared_memory: float = 10**12) -> None:
         usage = SimpleNamespace(free=int(shared_memory))
-        monkeypatch.setattr(workers, "cores", lambda: cores)
+        monkeypatch.setattr(workers, "count_cores", lambda: cores)
         monkeypatch.setattr(workers.shutil, "disk_usage", lambda path: usage)
 
     return have

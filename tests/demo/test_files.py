@@ -22,7 +22,7 @@ def demo_folders(monkeypatch) -> list[Path]:
         demo._write_data_set(out / "data", "train", 4, 0, task)
         folders.append(out)
 
-    monkeypatch.setattr(demo, "_train_and_evaluate", run)
+    monkeypatch.setattr(demo, "_run_with_fresh_process", run)
     return folders
 
 
@@ -68,7 +68,7 @@ def test_a_locked_folder_and_a_dangling_link_are_refused(demo_folders, tmp_path,
             start(out)
         demo_folders.append(out)
 
-    monkeypatch.setattr(demo, "_train_and_evaluate", run)
+    monkeypatch.setattr(demo, "_run_with_fresh_process", run)
     start(out)
     assert demo_folders == [out]
 
@@ -85,7 +85,7 @@ def test_the_model_is_asked_about_other_images_than_it_learned(tmp_path, monkeyp
     monkeypatch.setattr(demo, "read_conversations", lambda _: [])
     monkeypatch.setattr(demo, "build_from_scratch", Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
-        demo._train_and_ask(tmp_path, Placement(1, on_cpu=True), 1, "shapes", Mock(), 0.0)
+        demo._train_and_evaluate(tmp_path, Placement(1, on_cpu=True), 1, "shapes", Mock(), 0.0)
     assert images["train"] and not {*images["train"]} & {*images["held_out"]}
 
 

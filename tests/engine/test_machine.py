@@ -52,7 +52,7 @@ def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
 def test_variables_that_the_user_sets_are_kept(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("glm4v_patched.engine.environment.cores", lambda: 8)
+    monkeypatch.setattr("glm4v_patched.engine.environment.count_cores", lambda: 8)
     environment = training_environment(2)
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert environment["OMP_NUM_THREADS"] == "4"

@@ -124,7 +124,7 @@ TRL = [
         **DRAWS,
     ),
     trl(
-        name="GRPO, vLLM draws",
+        name="GRPO, vLLM generates",
         job="grpo_vllm",
         steps=100,
         rate=4e-4,
@@ -231,7 +231,8 @@ OTHERS = [
         batch=12,
         rate=2e-3,
         options=("--launcher", "torchrun", "--", "--nproc_per_node", "2"),
-        note="by DDP alone it puts the model on GPU 0 and 1; its pin on transformers is ignored",
+        note="with DDP alone, axolotl puts the model on GPUs 0 and 1; "
+        "its pin on transformers is ignored",
     ),
     axolotl(
         "SFT, LoRA",
@@ -253,8 +254,8 @@ OTHERS = [
         (*RUN, HERE / "openrlhf_script.py", "reward", 30, 1e-3),
         "openrlhf.models.get_llm_for_sequence_regression",
         measure="scores",
-        note="text only, as its rows are; it saves no code: put the model's files beside it, and "
-        "load it with num_labels=1",
+        note="text only; OpenRLHF saves no code: add the model's code files, and load with "
+        "num_labels=1",
     ),
 ]
 
@@ -354,7 +355,7 @@ def factory(name: str, words: str, data: str = "images", **more) -> Job:
 
 
 TWO = {"batch": 12, "environment": {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}}
-SAME = "packing and neat_packing are one: no sample of a row sees another"
+SAME = "packing and neat_packing are the same: no sample attends to another one"
 FACTORY = [
     factory("sft, LoRA, published repository", FACTORY_LORA, model="published", rate=1e-2),
     factory(

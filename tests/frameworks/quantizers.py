@@ -79,8 +79,8 @@ METHODS = [
         "torchao",
         "TorchAoConfig(Float8DynamicActivationFloat8WeightConfig())",
         before=TORCHAO,
-        note="it takes the 128 x 128 layers of this tiny model for scaled in blocks; "
-        "glm-4v-9b has none",
+        note="torchao treats the 128 x 128 layers of this tiny model as scaled in blocks; "
+        "glm-4v-9b has no such layers",
     ),
     *of_transformers(
         "bitsandbytes",
@@ -125,16 +125,16 @@ METHODS = [
         "import os\nos.environ.setdefault('GPTQMODEL_CPU_WORKERS', '2')\n"
         "from gptqmodel import GPTQModel, QuantizeConfig\n"
         "texts = ['What color does the shape in this image have? ' * 4] * 8",
-        note="its class for `chatglm` replaces the encoder's forward by GLM-4's; of rows with "
-        "images it passes on the ids alone, which the model refuses",
+        note="gptqmodel's class for `chatglm` replaces the encoder's forward by GLM-4's; for rows "
+        "with images, gptqmodel passes only the ids, which the model refuses",
     ),
     *of_transformers(
         "gptqmodel",
         'GPTQConfig(bits=4, group_size=32, dataset=["What color is it?"] * 8, tokenizer=tokenizer, '
         'block_name_to_quantize="transformer.encoder.layers")',
         before=TOKENIZER,
-        note="optimum keeps the first argument and the keywords of a layer, of which this model "
-        "gives all by position",
+        note="optimum stores only the first positional argument and the keyword arguments of a "
+        "layer, and this model passes all arguments by position",
     ),
     *of_transformers("fp-quant", 'FPQuantConfig(forward_dtype="mxfp4", pseudoquantization=True)'),
 ]

@@ -72,7 +72,7 @@ def test_scores_of_other_weights_are_refused(evaluated, build, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     flip(next(other.glob("*.safetensors")))
     status, output = build(other, "--evaluation", metrics, "--evaluated-on", "shapes")
-    assert status == 1 and "is of other weights: " in output and "evaluate " in output
+    assert status == 1 and "has scores of other weights: " in output and "evaluate " in output
     assert not (tmp_path / "out").exists()
 
 
@@ -83,7 +83,10 @@ def test_scores_of_other_weights_are_refused(evaluated, build, tmp_path):
         (lambda report: report.update(exact_match=float("nan")), "exact_match"),
         (lambda report: report.pop("settings"), "settings"),
         (lambda report: report["settings"]["model"].clear(), "was not there"),
-        (lambda report: report["settings"]["options"].update(weights="fp8"), "weights in fp8"),
+        (
+            lambda report: report["settings"]["options"].update(weights="fp8"),
+            "weights quantized to fp8",
+        ),
     ],
     ids=["no rows", "nan", "no settings", "no digests", "fp8"],
 )

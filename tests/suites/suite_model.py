@@ -30,8 +30,8 @@ test_modeling_common.MODEL_MAPPING_NAMES = dict(
 
 # Neither among the lowest ids, which the suite draws, nor at the vocabulary's end, which it cuts.
 BEGIN, END, PAD, FILL = 450, 451, 452, 453
-THREE_IDS = [BEGIN, PAD, END]
-GROWN = [BEGIN, *[FILL] * NUM_IMAGE_TOKENS, END]
+UNEXPANDED_IMAGE = [BEGIN, PAD, END]
+EXPANDED_IMAGE = [BEGIN, *[FILL] * NUM_IMAGE_TOKENS, END]
 
 
 class SettableDict(dict):
@@ -58,8 +58,9 @@ class Tester:
         self.seq_length = self.rows.shape[1]
         # What comes out.
         self.encoder_seq_length = self.seq_length
-        if image == THREE_IDS:
-            self.encoder_seq_length += images_per_row * (len(GROWN) - len(THREE_IDS))
+        if image == UNEXPANDED_IMAGE:
+            added_per_image = len(EXPANDED_IMAGE) - len(UNEXPANDED_IMAGE)
+            self.encoder_seq_length += images_per_row * added_per_image
         self.key_length = self.encoder_seq_length
         self.hidden_size = config.hidden_size
         self.num_attention_heads = config.num_attention_heads
@@ -86,7 +87,7 @@ class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
     additional_model_inputs = ["pixel_values"]
     # Of transformers 4.57, for what models of other kinds had.
     fx_compatible = test_torchscript = test_pruning = test_head_masking = False
-    image = GROWN
+    image = EXPANDED_IMAGE
     images_per_row = 1
 
     @classmethod
@@ -117,7 +118,7 @@ class Text(Suite, TrainingTesterMixin, unittest.TestCase):
     test_all_params_have_gradient = False  # the tower's do not
 
 
-class Grown(Suite, unittest.TestCase):
+class OneImage(Suite, unittest.TestCase):
     pass
 
 
@@ -125,5 +126,5 @@ class TwoImages(Suite, unittest.TestCase):
     images_per_row = 2
 
 
-class ThreeIds(Suite, unittest.TestCase):
-    image = THREE_IDS
+class Unexpanded(Suite, unittest.TestCase):
+    image = UNEXPANDED_IMAGE

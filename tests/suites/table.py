@@ -92,7 +92,7 @@ def tables(documents: list[dict], reasons: list[dict]) -> str:
     columns = [(version, outcome) for version in versions for outcome in OUTCOMES]
     checkouts = [f"{one['generation'] or 'none'} for {one['version']}" for one in shared]
     lines = [f"{BEGIN}checkouts: {', '.join(checkouts)}.", ""]
-    lines += ["| suite | rows or part | " + " | ".join(map(" ".join, columns)) + " |"]
+    lines += ["| suite | class | " + " | ".join(map(" ".join, columns)) + " |"]
     lines.append("|---|---|" + "---:|" * len(columns))
     for (suite, of_class), numbers in counts(shared).items():
         cells = " | ".join(cell(numbers, *column) for column in columns)
