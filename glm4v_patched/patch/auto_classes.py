@@ -51,8 +51,8 @@ AUTO_MODEL_CLASSES = [
 AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
 AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
-# Modules of the Auto classes. Each imports get_class_from_dynamic_module by "from", so each is
-# patched.
+# Modules of the Auto classes. Each has its own reference to get_class_from_dynamic_module, by a
+# "from ... import", so each is patched.
 REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
@@ -171,7 +171,7 @@ def revert() -> None:
 def applied(
     *, fused_linear_cross_entropy: bool | None = None, attn_implementation: str | None = None
 ) -> Iterator[None]:
-    """Call :func:`apply` for a ``with`` block. If it was called before the block, do not revert."""
+    """Apply the patches in a ``with`` block. If they were applied before it, do not revert them."""
     was_unpatched = _PatchState.patches is None
     apply(
         fused_linear_cross_entropy=fused_linear_cross_entropy,
@@ -185,6 +185,7 @@ def applied(
 
 
 def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
+    """Return all patches that ``apply`` makes."""
     classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
         AUTO_MODEL_CLASSES, GLM4VForCausalLM
     )
@@ -240,10 +241,10 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
         config = kwargs.get("config")
         repository = Repository(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
-            is_ours = is_glm4v(config.to_dict())
+            is_supported = is_glm4v(config.to_dict())
         else:
-            is_ours = repository.contains_glm4v()
-        if not is_ours:
+            is_supported = repository.contains_glm4v()
+        if not is_supported:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
         if repository.hub_timeout_error is not None:
             logger.warning("%s: the files in the cache are loaded", repository.hub_timeout_error)
@@ -272,18 +273,18 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
 def _refuse_remote_code(original: Callable) -> Callable:
     """Wrap ``get_class_from_dynamic_module``, so that it refuses the code of a glm-4v.
 
-    That code does not work with our config. It would be imported by references from before
-    ``apply``, and by Auto classes that are not patched.
+    That code does not work with our config. Auto classes that are not patched would import it, and
+    so would methods of Auto classes that were stored in variables before ``apply``.
     """
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
         if Repository(repository, kwargs).contains_glm4v():
             raise RuntimeError(
-                f"{class_reference} of {repository} would be loaded beside this package's code "
-                "for glm-4v. Either from_pretrained or from_config was stored in a variable before "
-                "apply(): call apply() earlier. Or this Auto class is not supported for glm-4v: "
-                f"use one of {', '.join(AUTO_MODEL_CLASSES)}"
+                f"{class_reference} of {repository} would be loaded instead of this package's "
+                "code for glm-4v. Either from_pretrained or from_config was stored in a variable "
+                "before apply(): call apply() earlier. Or this Auto class is not supported for "
+                f"glm-4v: use one of {', '.join(AUTO_MODEL_CLASSES)}"
             )
         return original(class_reference, repository, *args, **kwargs)
 
@@ -296,7 +297,7 @@ def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config
     kwargs = options.loading_kwargs | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     # With output_loading_info, the result is a tuple that begins with the model.
-    _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)
+    _set_skip_logits(loaded[0] if isinstance(loaded, tuple) else loaded, options)
     return loaded
 
 
@@ -304,11 +305,11 @@ def _build_model(options: _ApplyOptions, model_class, config: PretrainedConfig, 
     model = model_class._from_config(
         ChatGLMConfig.from_config(config), **(options.loading_kwargs | kwargs)
     )
-    _set_loss(model, options)
+    _set_skip_logits(model, options)
     return model
 
 
-def _set_loss(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
+def _set_skip_logits(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
     if options.fused_linear_cross_entropy is not None:
         model.config.skip_logits = options.fused_linear_cross_entropy
 

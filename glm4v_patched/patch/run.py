@@ -27,7 +27,7 @@ import glm4v_patched
 
 PATCHED_VARIABLE = "GLM4V_PATCHED"
 STARTUP_FOLDER = Path(__file__).resolve().with_name("startup")
-# Older launchers of DeepSpeed and torch write these options for the script before its name.
+# Options for the script that older launchers of DeepSpeed and torch put before the script's name.
 LAUNCHER_OPTIONS = ("--local_rank", "--local-rank")
 
 
@@ -98,10 +98,11 @@ def find_script(name: str) -> str:
 def options_from_environment() -> dict:
     """Return the keyword arguments of ``apply`` from ``GLM4V_PATCHED``.
 
-    0 keeps ``startup`` from patching a process; this command patches its processes nevertheless.
+    With the value 0, Python processes that are started in any other way are not patched. This
+    command patches the processes that it starts nevertheless.
 
     Raises:
-        ValueError: its value is neither empty, 0, 1 nor a JSON object.
+        ValueError: the value is neither empty, 0, 1 nor a JSON object.
     """
     value = os.environ.get(PATCHED_VARIABLE, "")
     if value in ("", "0", "1"):
