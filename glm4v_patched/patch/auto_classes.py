@@ -221,7 +221,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
             AttributePatch(owners[name], "from_config", partial(_dispatch_config, build))
         )
     patches += [
-        AttributePatch(module, "get_class_from_dynamic_module", _refuse_remote_code)
+        AttributePatch(module, "get_class_from_dynamic_module", _refuse_code_of_glm4v)
         for module in REMOTE_CODE_IMPORTERS
     ]
     if is_peft_available():
@@ -270,7 +270,7 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name not in AUTO_CLASS_KWARGS}
 
 
-def _refuse_remote_code(original: Callable) -> Callable:
+def _refuse_code_of_glm4v(original: Callable) -> Callable:
     """Wrap ``get_class_from_dynamic_module``, so that it refuses the code of a glm-4v.
 
     That code does not work with our config. Auto classes that are not patched would import it, and

@@ -67,6 +67,7 @@ def refuse_remote_code(values: dict, source: str = "config.json") -> None:
         if str(key).endswith(("_implementation", "_implementation_internal")):
             names = [*value.values()] if isinstance(value, dict) else [value]
             built_in = {None, *BUILT_IN_ATTENTION}
+            # "paged|sdpa" is sdpa for continuous batching.
             runs_code = any(str(n).removeprefix("paged|") not in map(str, built_in) for n in names)
         elif isinstance(value, dict) and not runs_code:
             refuse_remote_code(value, f"{source}: {key}")

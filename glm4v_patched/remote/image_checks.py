@@ -100,12 +100,12 @@ def check_shapes(batch: InputBatch) -> None:
 #   length, shortest_length           the expanded lengths of the longest and the shortest sequence
 #   last_position                     the greatest position id
 #   text_start                        see ExpandedBatch
-#   num_begin_ids, num_end_ids        of images
-#   num_spans, num_uncached_spans     images with begin and end, and those of them after the cache
-#   inner_length                      1, or the number of ids in an image that has a wrong number
-#   smallest_id, largest_id           of input_ids
-# Only batches with labels, position_ids, a mask or a cache have the following ones. Restarts and
-# decreases are those of position ids from one token to the next: to 0, and to another smaller id.
+#   num_begin_ids, num_end_ids        the numbers of begin- and end-of-image ids
+#   num_spans, num_uncached_spans     images with begin and end: all, and those after the cache
+#   inner_length                      1; if an image has a wrong number of inner ids, that number
+#   smallest_id, largest_id           the range of input_ids
+# Only batches with labels, position_ids, a mask or a cache have the following ones. num_restarts
+# counts the position ids of 0 after another token, num_decreases all others below the previous one.
 OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images"]
 OPTIONAL_STATS += ["num_zero_positions_in_images", "num_unknown_positions", "num_padding"]
 OPTIONAL_STATS += ["num_wrong_mask_values", "num_restarts", "num_decreases"]

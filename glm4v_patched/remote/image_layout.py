@@ -330,7 +330,8 @@ def _analyze_batch(
 
     ends = repeats.cumsum(dim=1)
     length, shortest = ends[:, -1].max(), ends[:, -1].min()
-    expanded_ends = ends + length - ends[:, -1:]  # the expanded column after each id
+    # For each id, the column after its expanded tokens, with the padding on the left.
+    expanded_ends = ends + length - ends[:, -1:]
     stats = {"length": length, "shortest_length": shortest}
     stats["last_position"] = final_position_ids.max()
     interrupts_text = _mark_text_interruptions(batch, spans, final_position_ids)
@@ -384,7 +385,7 @@ def _image_stats(
     """Compute the range of the ids, and the numbers of begin ids, of end ids and of images.
 
     Args:
-        expanded_ends: The expanded column after each id.
+        expanded_ends: For each id, the column after its expanded tokens.
     """
     # Valid inner lengths are 1 and num_image_tokens. Replace all valid ones by 1, and report the
     # one that differs most from 1.

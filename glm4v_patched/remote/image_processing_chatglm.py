@@ -260,7 +260,11 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
 
 
 def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
-    """Raise ``ValueError`` if ``mode``, a mode of more than 8 bits per channel, is not ``None``."""
+    """Raise ``ValueError`` if an image has a mode of more than 8 bits per channel.
+
+    Args:
+        mode: That mode; ``None`` if the image has another one.
+    """
     if mode is not None:
         raise ValueError(
             f"{name} has mode {mode!r}, with more than 8 bits, and it is unknown which value is "

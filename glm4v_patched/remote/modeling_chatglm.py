@@ -160,7 +160,7 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = config.num_attention_heads, config.multi_query_group_num
         self.head_dim = config.kv_channels
         self.num_key_value_groups = num_heads // num_kv_heads
-        self.split_sizes = num_heads, num_kv_heads, num_kv_heads
+        self.split_sizes = num_heads, num_kv_heads, num_kv_heads  # heads of q, k and v
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(
             config.hidden_size, sum(self.split_sizes) * config.kv_channels, bias=has_qkv_bias
@@ -624,7 +624,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
 
     def _run_layers(
-        self, embeds_BRD, position_ids, mask, cache, past_length, options: OutputOptions, kwargs
+        self,
+        embeds_BRD,
+        position_ids,
+        mask,
+        cache,
+        past_length,
+        options: OutputOptions,
+        attention_kwargs,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Run the decoder layers.
 
@@ -634,19 +641,20 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
-            kwargs = {"attention_collector": options.attentions, **kwargs}
+            attention_kwargs = {"attention_collector": options.attentions, **attention_kwargs}
         cache_update = None
         if cache is not None:
             update_args: tuple = ()
-            columns = kwargs.pop("cache_position", None)
+            cache_position = attention_kwargs.pop("cache_position", None)
             if NEEDS_CACHE_POSITION and is_static(cache):
-                if columns is None:
+                if cache_position is None:
                     first = cached_length(cache) if past_length is None else past_length
-                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
-                update_args = ({"cache_position": columns},)
+                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device)
+                    cache_position = columns + first
+                update_args = ({"cache_position": cache_position},)
             cache_was_empty = past_length == 0
             cache_update = cache_was_empty, update_args
-        attention_inputs = cos, sin, mask, cache, cache_update, kwargs
+        attention_inputs = cos, sin, mask, cache, cache_update, attention_kwargs
         return self.encoder(
             embeds_BRD, *attention_inputs, collect_hidden_states=options.hidden_states
         )
@@ -822,8 +830,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             # Another process may have an image, so the tower has to run here, too. It runs on a
             # dummy image, whose features are multiplied by 0.
             side, channels = self.vision.dummy_image_size, self.vision.vision_config.in_channels
-            blank = embeds_BRD.new_zeros(1, channels, side, side)
-            return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
+            dummy_image = embeds_BRD.new_zeros(1, channels, side, side)
+            return embeds_BRD + (self._run_tower(dummy_image) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
     def _resolve_positional_args(self, attention_mask, past_key_values, cache, images) -> tuple:
@@ -881,7 +889,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _choose_cache(self, past_key_values, use_cache) -> Cache | None:
-        """Return the cache that was passed, or a new one if ``use_cache`` asks for it, or ``None``.
+        """Return the cache that was passed; without one, a new cache if ``use_cache`` is set.
+
+        In training with activation checkpointing, return ``None``.
 
         Raises:
             ValueError: The model trains with activation checkpointing, and the cache is not empty.

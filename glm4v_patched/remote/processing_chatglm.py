@@ -243,7 +243,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch if return_dict else batch["input_ids"]
 
     def _resolve_template(self, chat_template: str | None) -> str | None:
-        """Return the template that ``chat_template`` is or names, by default the processor's."""
+        """Return ``chat_template``, the template of that name, or by default the processor's."""
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -286,9 +286,9 @@ class ChatGLMProcessor(ProcessorMixin):
             remaining = self._truncation_slice(text_index, len(original_indices), spans, limit)
             for name, values in sequences.items():
                 expanded[name].append([values[text_index][i] for i in original_indices])
-            for start, end in spans:
-                inner_ids = [self.image_token_id] * (end - start - 2)
-                expanded["input_ids"][-1][start + 1 : end - 1] = inner_ids
+            for start, stop in spans:
+                inner_ids = [self.image_token_id] * (stop - start - 2)
+                expanded["input_ids"][-1][start + 1 : stop - 1] = inner_ids
             for values in expanded.values():
                 values[-1] = values[-1][remaining]
 
@@ -357,12 +357,12 @@ class ChatGLMProcessor(ProcessorMixin):
             return slice(None)
         on_right = self.tokenizer.truncation_side == "right"
         first, last = (0, limit) if on_right else (length - limit, length)
-        for start, end in spans:
-            if start < first or end > last:
+        for start, stop in spans:
+            if start < first or stop > last:
                 needed = spans[-1][1] if on_right else length - spans[0][0]
                 raise ValueError(
                     f"text {text_index}: truncating {length} ids to max_length {limit} would cut "
-                    f"the image at tokens {start} to {end - 1}: use a max_length of at least "
+                    f"the image at tokens {start} to {stop - 1}: use a max_length of at least "
                     f"{needed}, or leave the image out"
                 )
         return slice(first, last)

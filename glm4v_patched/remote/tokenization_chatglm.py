@@ -529,13 +529,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
-            special = set(self.all_special_ids)
-            ids = [token for token in ids if token not in special]
+            special_ids = set(self.all_special_ids)
+            ids = [token_id for token_id in ids if token_id not in special_ids]
         added = self.added_tokens_decoder
         pieces: list[str] = []
         for is_added, run in itertools.groupby(ids, added.__contains__):
             if is_added:
-                pieces += [str(added[token]) for token in run]
+                pieces += [str(added[token_id]) for token_id in run]
             elif text := self.backend_tokenizer.decode(list(run), skip_special_tokens=False):
                 pieces.append(text)
         text = (" " if spaces_between_special_tokens else "").join(pieces)
@@ -629,16 +629,18 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         split = re.compile("(" + "|".join(map(re.escape, separators)) + ")").split
         # Even pieces are text, and odd ones are separators.
         chats = [split(text) for text in rendered]
-        # All chats are encoded by one call, because it runs on several cores.
+        # One call encodes all chats, because the tokenizer encodes a batch on several cores.
         tokenizer = self._tokenizer_without_specials()
-        # encode_batch_fast takes two thirds of the time, and returns no offsets.
+        # encode_batch_fast takes two thirds of the time of encode_batch, but returns no offsets.
         encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
         texts = [_unescape(piece) for pieces in chats for piece in pieces[::2]]
         encodings = iter(encode_all(texts, add_special_tokens=False))
 
-        def encode(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
-            def in_spans(first: int, last: int) -> int:
-                return int(any(first < end and last > start for start, end in chat_spans))
+        def join(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
+            """Return the ids and the mask of one chat."""
+
+            def in_spans(start: int, stop: int) -> int:
+                return int(any(start < span[1] and stop > span[0] for span in chat_spans))
 
             ids, mask, offset = [], [], 0
             for index, piece in enumerate(pieces):
@@ -646,10 +648,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                     encoding = next(encodings)
                     ids += encoding.ids
                     if chat_spans:
-                        # The offset in the rendered chat of each character of the unescaped piece.
-                        starts = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
-                        starts.append(offset + len(piece))
-                        mask += [in_spans(starts[a], starts[b]) for a, b in encoding.offsets]
+                        # encoding.offsets refer to the unescaped piece. For each of its characters,
+                        # find the offset in the rendered chat.
+                        offsets = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
+                        offsets.append(offset + len(piece))
+                        mask += [in_spans(offsets[i], offsets[j]) for i, j in encoding.offsets]
                     else:
                         mask += [0] * len(encoding.ids)
                 elif piece != _PIECE_BREAK:
@@ -658,7 +661,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 offset += len(piece)
             return ids, mask
 
-        return [encode(pieces, chat_spans) for pieces, chat_spans in zip(chats, spans, strict=True)]
+        return [join(pieces, chat_spans) for pieces, chat_spans in zip(chats, spans, strict=True)]
 
     def _tokenizer_without_specials(self) -> Tokenizer:
         """Return a tokenizer with this vocabulary that encodes special tokens as plain text.
