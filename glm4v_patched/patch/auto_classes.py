@@ -109,8 +109,9 @@ def require_tested_transformers(version: str) -> None:
     """Raise ``ImportError`` for an untested version; the code in ``remote`` would only warn."""
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
-            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
-            f"install a tested one: {pip_install(f'transformers{TESTED_TRANSFORMERS}')}"
+            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS}, but {version} is "
+            "installed; install a tested version: "
+            f"{pip_install(f'transformers{TESTED_TRANSFORMERS}')}"
         )
 
 
@@ -186,15 +187,15 @@ def applied(
 
 def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
     """Return all patches that ``apply`` makes."""
-    classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
+    model_classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
         AUTO_MODEL_CLASSES, GLM4VForCausalLM
     )
-    classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
+    model_classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
         "AutoConfig": lambda name, /, **kwargs: ChatGLMConfig.from_pretrained(
             name, name_or_path=name, **kwargs
         ),
-        **{name: partial(_load_model, options, model) for name, model in classes.items()},
+        **{name: partial(_load_model, options, cls) for name, cls in model_classes.items()},
         "AutoTokenizer": _load_tokenizer,
         "AutoProcessor": ChatGLMProcessor.from_pretrained,
         "AutoImageProcessor": _load_image_processor,
@@ -206,7 +207,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         "AutoVideoProcessor": AUTO_VIDEO_PROCESSOR,
     }
     patches = [
-        AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
+        AttributePatch(owners[name], "from_pretrained", partial(_wrap_from_pretrained, load))
         for name, load in loaders.items()
     ]
     # Resolve the class first: its import makes transformers 5.8 replace the package's module.
@@ -215,10 +216,10 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         patches.append(
             AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: real_class)
         )
-    for name, model in classes.items():
-        build = partial(_build_model, options, model)
+    for name, cls in model_classes.items():
+        build = partial(_build_model, options, cls)
         patches.append(
-            AttributePatch(owners[name], "from_config", partial(_dispatch_config, build))
+            AttributePatch(owners[name], "from_config", partial(_wrap_from_config, build))
         )
     patches += [
         AttributePatch(module, "get_class_from_dynamic_module", _refuse_code_of_glm4v)
@@ -233,7 +234,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
     return patches
 
 
-def _dispatch(load: Callable, original: classmethod) -> classmethod:
+def _wrap_from_pretrained(load: Callable, original: classmethod) -> classmethod:
     """Return a ``from_pretrained`` that calls ``load`` for a glm-4v, else the original."""
 
     @functools.wraps(original.__func__)
@@ -254,7 +255,7 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
     return classmethod(from_pretrained)
 
 
-def _dispatch_config(build: Callable, original: classmethod) -> classmethod:
+def _wrap_from_config(build: Callable, original: classmethod) -> classmethod:
     """Return a ``from_config`` that calls ``build`` for a glm-4v, else the original."""
 
     @functools.wraps(original.__func__)
@@ -310,6 +311,7 @@ def _build_model(options: _ApplyOptions, model_class, config: PretrainedConfig, 
 
 
 def _set_skip_logits(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
+    """Set ``config.skip_logits``, unless ``fused_linear_cross_entropy`` was not passed."""
     if options.fused_linear_cross_entropy is not None:
         model.config.skip_logits = options.fused_linear_cross_entropy
 
@@ -325,8 +327,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     # The published repository has no preprocessor_config.json.
     options = {name: kwargs.pop(name) for name in DOWNLOAD_OPTIONS if name in kwargs}
     vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **options)).vision
-    sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
-    return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
+    settings = {"size": vision.image_size, "patch_size": vision.patch_size}
+    return ChatGLMImageProcessor.from_dict(settings, **kwargs)
 
 
 def _refuse_videos(name_or_path, *args, **kwargs):

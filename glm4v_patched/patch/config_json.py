@@ -96,16 +96,17 @@ def parse_json_object(content: bytes, name: str) -> dict:
         values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
-    level: list[Any] = [values]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-    if level:
+    containers: list[Any] = [values]
+    for _ in range(MAX_JSON_DEPTH):  # replace all containers by those directly inside them
+        contents = (x.values() if isinstance(x, dict) else x for x in containers)
+        containers = [x for items in contents for x in items if isinstance(x, (dict, list))]
+    if containers:
         raise ValueError(f"{name} nests more than {MAX_JSON_DEPTH} levels deep; expected fewer")
     return values
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Build an object from its items; raise ``ValueError`` if a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -90,7 +90,8 @@ class Repository:
                 str(self.name_or_path),
                 file_name,
                 _raise_exceptions_for_gated_repo=raise_errors,
-                _raise_exceptions_for_missing_entries=raise_errors,  # no config.json: None
+                # transformers returns None for a missing config.json nevertheless.
+                _raise_exceptions_for_missing_entries=raise_errors,
                 _raise_exceptions_for_connection_errors=raise_errors,
                 **self._download_options | ({} if ask_hub else {"local_files_only": True}),
             )

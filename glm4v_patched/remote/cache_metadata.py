@@ -71,6 +71,7 @@ def check_cache_capacity(cache: Cache | None, length: int) -> None:
 
 
 def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
+    """Return the metadata of all prefills of a cache, the latest last."""
     return getattr(cache, METADATA_ATTRIBUTE, [])
 
 

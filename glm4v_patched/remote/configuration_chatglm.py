@@ -27,7 +27,8 @@ TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFO
 def check_transformers(installed: str) -> None:
     """Warn if the installed version is untested; raise ``ImportError`` if it is too old."""
     problem = (
-        f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {installed}"
+        f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS}, but {installed} is "
+        "installed"
     )
     if Version(installed) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
@@ -258,7 +259,7 @@ def find_adapter_problem() -> str | None:
 
     installed = version("peft")
     if Version(installed) < Version(MIN_PEFT_VERSION):
-        return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {installed}"
+        return f"wants peft {MIN_PEFT_VERSION} or newer for them, but {installed} is installed"
     if Version("5.0") <= Version(transformers.__version__) < Version("5.6"):
         return "does not find their weights by name (5.6 and newer do), and leaves them random"
     return None

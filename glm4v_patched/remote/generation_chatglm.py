@@ -445,9 +445,9 @@ def _uncached_images(
     if is_cut.any():
         raise ValueError(
             f"the cache ends at entry {past_length}, inside an image, which must be cached "
-            "completely or not at all: crop before the image. Assistant models and prompt lookup "
-            "crop by unexpanded tokens, so give them expanded prompts, as this model's processor "
-            "makes them"
+            "completely or not at all: crop the cache before the image. Assistant models and "
+            "prompt lookup crop it to a number of unexpanded tokens, so give them expanded "
+            "prompts, as this model's processor makes them"
         )
     is_uncached = is_begin.nonzero()[:, 1] >= past_length
     if not is_uncached.any():

@@ -146,7 +146,8 @@ def assert_in_graph(
     # must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
-        expected["shortest_length"], has_equal_lengths = stats["length"], True
+        expected["shortest_length"] = stats["length"]
+        has_equal_lengths = True
     is_valid = stats["last_position"] < prompt_format.max_positions
     for name, value in expected.items():
         if name in stats:
@@ -233,7 +234,8 @@ def check_batch_values(
             "where they have to continue from the begin: leave position_ids out, or compute them "
             "from a mask that is 1 inside images"
         )
-    num_restarts, num_padding = stats["num_restarts"] + stats["num_decreases"], stats["num_padding"]
+    num_padding = stats["num_padding"]
+    num_restarts = stats["num_restarts"] + stats["num_decreases"]
     if stats["num_decreases"] or (num_restarts and (num_padding or batch.past_length)):
         raise ValueError(
             f"position_ids restart {num_restarts} times within sequences whose attention_mask has "

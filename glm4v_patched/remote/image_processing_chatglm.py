@@ -158,7 +158,7 @@ def as_image(image) -> "PIL.Image.Image":
     """Convert an image to a PIL image with 8 bits per channel, upright.
 
     Args:
-        image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); an URL; base64, also
+        image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); a URL; base64, also
             as ``data:image/...``; the bytes of a file; or an array or tensor, ``(height, width)``
             or with 1, 3 or 4 channels first or last. Values of arrays and tensors are 0 to 255, or
             0 to 1 in floating point; ``bool`` is black and white. The EXIF orientation is applied,
@@ -178,7 +178,7 @@ def as_image(image) -> "PIL.Image.Image":
         image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
     elif not hasattr(image, "__array__"):
         raise ValueError(
-            f"it is a {type(image).__name__}: give a PIL image, a path, an URL, base64, the bytes "
+            f"it is a {type(image).__name__}: give a PIL image, a path, a URL, base64, the bytes "
             "of a file, an array or a tensor"
         )
     array = _to_uint8(_to_channels_last(np.asarray(image)))
@@ -186,7 +186,7 @@ def as_image(image) -> "PIL.Image.Image":
 
 
 def _open_image(source) -> "PIL.Image.Image":
-    """Open an image that is passed as an URL, a path, base64 or bytes."""
+    """Open an image that is passed as a URL, a path, base64 or bytes."""
     subject = "the bytes"
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         subject, source = source, _fetch_image(source)

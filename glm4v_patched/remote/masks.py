@@ -40,7 +40,7 @@ def causal_mask(
 
 
 def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_length) -> Any:
-    """Make the mask by ``create_causal_mask`` of transformers."""
+    """Make the mask with ``create_causal_mask`` of transformers."""
     # transformers 4.57 names the embeddings input_embeds, and needs cache_position.
     embeds_keyword = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments = {
@@ -68,11 +68,11 @@ def decode_mask(config, embeds_BQD, padding_mask, cache, past_length) -> Any:
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         return _transformers_mask(config, embeds_BQD, padding_mask, None, cache, past_length)
-    num_new, device, max_length = embeds_BQD.shape[1], embeds_BQD.device, static_capacity(cache)
+    num_new, device, capacity = embeds_BQD.shape[1], embeds_BQD.device, static_capacity(cache)
     mask = None
     # With a static cache every step has a mask, so that one compiled graph serves all steps.
-    if max_length or num_new > 1:
-        columns = torch.arange(max_length or past_length + num_new, device=device)
+    if capacity or num_new > 1:
+        columns = torch.arange(capacity or past_length + num_new, device=device)
         last_visible = past_length if num_new == 1 else past_length + columns[:num_new, None]
         mask = (columns <= last_visible).view(1, 1, num_new, -1)
     if padding_mask is not None:

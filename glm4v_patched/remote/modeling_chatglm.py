@@ -160,7 +160,7 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = config.num_attention_heads, config.multi_query_group_num
         self.head_dim = config.kv_channels
         self.num_key_value_groups = num_heads // num_kv_heads
-        self.split_sizes = num_heads, num_kv_heads, num_kv_heads  # heads of q, k and v
+        self.split_sizes = num_heads, num_kv_heads, num_kv_heads  # numbers of heads
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(
             config.hidden_size, sum(self.split_sizes) * config.kv_channels, bias=has_qkv_bias
@@ -576,7 +576,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             ids, attention_mask, position_ids, labels, last_shift_label, past_length, next_position
         )
         if inputs_embeds is not None:
-            prompt_length = None  # it does not count peft's virtual tokens at the beginning
+            prompt_length = None  # the caller's does not count peft's virtual tokens before it
         batch = expand_image_placeholders(
             inputs, self.prompt_format, num_images, prompt_length, num_items_in_batch
         )
@@ -784,8 +784,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             pixels_N3SS.requires_grad
             or any(parameter.requires_grad for parameter in self.vision.parameters())
         )
+        collector_args = () if collector is None else (collector,)
         with torch.set_grad_enabled(needs_grad):
-            return self.vision(pixels_N3SS, *(() if collector is None else (collector,)))
+            return self.vision(pixels_N3SS, *collector_args)
 
     def _resolve_images(
         self, pixel_values, images, features
@@ -902,7 +903,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             if cached_length(past_key_values):
                 raise ValueError(
                     f"past_key_values holds {cached_length(past_key_values)} entries, which "
-                    "cannot be used in training with activation checkpointing: disable one of them"
+                    "cannot be used in training with activation checkpointing: pass no cache, or "
+                    "disable activation checkpointing"
                 )
             return None
         if use_cache is None:

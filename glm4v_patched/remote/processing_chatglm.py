@@ -97,13 +97,13 @@ class ChatGLMProcessor(ProcessorMixin):
         """
         tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         options = {name: kwargs[name] for name in DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
-        saved = cached_file(
+        config_file = cached_file(
             pretrained_model_name_or_path,
             IMAGE_PROCESSOR_NAME,
             _raise_exceptions_for_missing_entries=False,
             **options,
         )
-        if saved is None:
+        if config_file is None:
             # The published repository has no such file, but tokenizer_config.json has the size.
             return [ChatGLMImageProcessor(size=tokenizer.image_size), tokenizer]
         image_processor = ChatGLMImageProcessor.from_pretrained(

@@ -31,7 +31,7 @@ def must_run_on_every_process(module: nn.Module) -> bool:
 def refuse_device_map_in_several_processes(model: nn.Module) -> None:
     """Raise ``ValueError`` if ``device_map`` split a model that several processes train.
 
-    Each process would use all devices of the model. Most frameworks do not report this.
+    Each process would use all devices of the model. Not all frameworks report this.
     """
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None or not torch.distributed.is_available():

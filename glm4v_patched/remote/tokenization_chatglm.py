@@ -1,8 +1,8 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-It returns the token ids of the published tokenizer. Loading converts a folder that has only
-``tokenizer.model`` (tiktoken's file of tokens and their ranks), and ``save_pretrained`` writes
-``tokenizer.json``. As in the published code, ``apply_chat_template`` returns position ids.
+It returns the same token ids as the published tokenizer. A folder that has only ``tokenizer.model``
+(tiktoken's file of tokens and their ranks) is converted when it is loaded. ``save_pretrained``
+writes ``tokenizer.json``. As in the published code, ``apply_chat_template`` returns position ids.
 """
 
 import base64
@@ -812,6 +812,7 @@ def _drop_none(message: Mapping) -> dict:
 
 
 def _content_parts(message: Mapping) -> Sequence:
+    """Return the parts of a content that is a list; a content that is a text has none."""
     content = message.get("content")
     return content if isinstance(content, (list, tuple)) else ()
 

@@ -176,6 +176,7 @@ class EVA2CLIPModel(nn.Module):
         self.transformer = Transformer(config)
         self.linear_proj = GLU(config)
         self.conv = nn.Conv2d(vision.hidden_size, config.hidden_size, kernel_size=2, stride=2)
+        # The embeddings of the begin and of the end of an image.
         self.boi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.eoi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.scaling_factor = vision.scaling_factor
