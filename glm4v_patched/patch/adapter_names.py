@@ -1,7 +1,7 @@
 """Checks of ``target_modules`` and ``modules_to_save`` in peft configs for this model.
 
-Users and frameworks often pass module names of other models. If one name matches a module, peft
-ignores names that match none, so part of the adapter would be missing without an error.
+Users and frameworks often pass module names of other models. If at least one name matches a module,
+peft ignores all names that match none, so part of the adapter would be missing without an error.
 """
 
 import functools
@@ -26,14 +26,14 @@ def check_module_names(inject_adapter: Callable) -> Callable:
     """Wrap peft's ``BaseTuner.inject_adapter`` so that unknown module names raise an error."""
 
     @functools.wraps(inject_adapter)
-    def checked(self, model, adapter_name, *args, **kwargs):
+    def checked_inject_adapter(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
         # A saved adapter is not checked again when it is loaded for inference.
         if isinstance(model, ChatGLMPreTrainedModel) and not config.inference_mode:
             resolve_module_names(model, config)
         return inject_adapter(self, model, adapter_name, *args, **kwargs)
 
-    return checked
+    return checked_inject_adapter
 
 
 def resolve_module_names(model: nn.Module, config) -> None:
@@ -62,9 +62,9 @@ def resolve_module_names(model: nn.Module, config) -> None:
             logger.warning("%s: %s are called %s in this model", option, [*names], resolved)
             setattr(config, option, type(names)(resolved))
         has_head = any(_matches_module(name, modules) for name in HEAD_NAMES)
-        heads = HEAD_NAMES if option == "modules_to_save" and has_head else ()
+        ignored = HEAD_NAMES if option == "modules_to_save" and has_head else ()
         unknown = [
-            name for name in resolved if name not in heads and not _matches_module(name, modules)
+            name for name in resolved if name not in ignored and not _matches_module(name, modules)
         ]
         if unknown:
             raise ValueError(_unknown_names_message(option, unknown))

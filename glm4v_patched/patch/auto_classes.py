@@ -51,8 +51,8 @@ AUTO_MODEL_CLASSES = [
 AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
 AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
-# Modules of the Auto classes. Each imports get_class_from_dynamic_module by "from", so each is
-# patched.
+# Modules of the Auto classes. Each has its own reference to get_class_from_dynamic_module, by a
+# "from ... import", so each is patched.
 REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
@@ -109,8 +109,9 @@ def require_tested_transformers(version: str) -> None:
     """Raise ``ImportError`` for an untested version; the code in ``remote`` would only warn."""
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
-            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
-            f"install a tested one: {pip_install(f'transformers{TESTED_TRANSFORMERS}')}"
+            f"apply() replaces methods of transformers {TESTED_TRANSFORMERS}, but {version} is "
+            "installed; install a tested version: "
+            f"{pip_install(f'transformers{TESTED_TRANSFORMERS}')}"
         )
 
 
@@ -171,7 +172,7 @@ def revert() -> None:
 def applied(
     *, fused_linear_cross_entropy: bool | None = None, attn_implementation: str | None = None
 ) -> Iterator[None]:
-    """Call :func:`apply` for a ``with`` block. If it was called before the block, do not revert."""
+    """Apply the patches in a ``with`` block. If they were applied before it, do not revert them."""
     was_unpatched = _PatchState.patches is None
     apply(
         fused_linear_cross_entropy=fused_linear_cross_entropy,
@@ -185,15 +186,16 @@ def applied(
 
 
 def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
-    classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
+    """Return all patches that ``apply`` makes."""
+    model_classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
         AUTO_MODEL_CLASSES, GLM4VForCausalLM
     )
-    classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
+    model_classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
         "AutoConfig": lambda name, /, **kwargs: ChatGLMConfig.from_pretrained(
             name, name_or_path=name, **kwargs
         ),
-        **{name: partial(_load_model, options, model) for name, model in classes.items()},
+        **{name: partial(_load_model, options, cls) for name, cls in model_classes.items()},
         "AutoTokenizer": _load_tokenizer,
         "AutoProcessor": ChatGLMProcessor.from_pretrained,
         "AutoImageProcessor": _load_image_processor,
@@ -205,7 +207,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         "AutoVideoProcessor": AUTO_VIDEO_PROCESSOR,
     }
     patches = [
-        AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
+        AttributePatch(owners[name], "from_pretrained", partial(_wrap_from_pretrained, load))
         for name, load in loaders.items()
     ]
     # Resolve the class first: its import makes transformers 5.8 replace the package's module.
@@ -214,13 +216,13 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         patches.append(
             AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: real_class)
         )
-    for name, model in classes.items():
-        build = partial(_build_model, options, model)
+    for name, cls in model_classes.items():
+        build = partial(_build_model, options, cls)
         patches.append(
-            AttributePatch(owners[name], "from_config", partial(_dispatch_config, build))
+            AttributePatch(owners[name], "from_config", partial(_wrap_from_config, build))
         )
     patches += [
-        AttributePatch(module, "get_class_from_dynamic_module", _refuse_remote_code)
+        AttributePatch(module, "get_class_from_dynamic_module", _refuse_code_of_glm4v)
         for module in REMOTE_CODE_IMPORTERS
     ]
     if is_peft_available():
@@ -232,7 +234,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
     return patches
 
 
-def _dispatch(load: Callable, original: classmethod) -> classmethod:
+def _wrap_from_pretrained(load: Callable, original: classmethod) -> classmethod:
     """Return a ``from_pretrained`` that calls ``load`` for a glm-4v, else the original."""
 
     @functools.wraps(original.__func__)
@@ -240,10 +242,10 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
         config = kwargs.get("config")
         repository = Repository(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
-            is_ours = is_glm4v(config.to_dict())
+            is_supported = is_glm4v(config.to_dict())
         else:
-            is_ours = repository.contains_glm4v()
-        if not is_ours:
+            is_supported = repository.contains_glm4v()
+        if not is_supported:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
         if repository.hub_timeout_error is not None:
             logger.warning("%s: the files in the cache are loaded", repository.hub_timeout_error)
@@ -253,7 +255,7 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
     return classmethod(from_pretrained)
 
 
-def _dispatch_config(build: Callable, original: classmethod) -> classmethod:
+def _wrap_from_config(build: Callable, original: classmethod) -> classmethod:
     """Return a ``from_config`` that calls ``build`` for a glm-4v, else the original."""
 
     @functools.wraps(original.__func__)
@@ -269,21 +271,21 @@ def _drop_auto_kwargs(kwargs: dict) -> dict:
     return {name: value for name, value in kwargs.items() if name not in AUTO_CLASS_KWARGS}
 
 
-def _refuse_remote_code(original: Callable) -> Callable:
+def _refuse_code_of_glm4v(original: Callable) -> Callable:
     """Wrap ``get_class_from_dynamic_module``, so that it refuses the code of a glm-4v.
 
-    That code does not work with our config. It would be imported by references from before
-    ``apply``, and by Auto classes that are not patched.
+    That code does not work with our config. Auto classes that are not patched would import it, and
+    so would methods of Auto classes that were stored in variables before ``apply``.
     """
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
         if Repository(repository, kwargs).contains_glm4v():
             raise RuntimeError(
-                f"{class_reference} of {repository} would be loaded beside this package's code "
-                "for glm-4v. Either from_pretrained or from_config was stored in a variable before "
-                "apply(): call apply() earlier. Or this Auto class is not supported for glm-4v: "
-                f"use one of {', '.join(AUTO_MODEL_CLASSES)}"
+                f"{class_reference} of {repository} would be loaded instead of this package's "
+                "code for glm-4v. Either from_pretrained or from_config was stored in a variable "
+                "before apply(): call apply() earlier. Or this Auto class is not supported for "
+                f"glm-4v: use one of {', '.join(AUTO_MODEL_CLASSES)}"
             )
         return original(class_reference, repository, *args, **kwargs)
 
@@ -296,7 +298,7 @@ def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config
     kwargs = options.loading_kwargs | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     # With output_loading_info, the result is a tuple that begins with the model.
-    _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)
+    _set_skip_logits(loaded[0] if isinstance(loaded, tuple) else loaded, options)
     return loaded
 
 
@@ -304,11 +306,12 @@ def _build_model(options: _ApplyOptions, model_class, config: PretrainedConfig, 
     model = model_class._from_config(
         ChatGLMConfig.from_config(config), **(options.loading_kwargs | kwargs)
     )
-    _set_loss(model, options)
+    _set_skip_logits(model, options)
     return model
 
 
-def _set_loss(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
+def _set_skip_logits(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
+    """Set ``config.skip_logits``, unless ``fused_linear_cross_entropy`` was not passed."""
     if options.fused_linear_cross_entropy is not None:
         model.config.skip_logits = options.fused_linear_cross_entropy
 
@@ -324,8 +327,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     # The published repository has no preprocessor_config.json.
     options = {name: kwargs.pop(name) for name in DOWNLOAD_OPTIONS if name in kwargs}
     vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **options)).vision
-    sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
-    return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
+    settings = {"size": vision.image_size, "patch_size": vision.patch_size}
+    return ChatGLMImageProcessor.from_dict(settings, **kwargs)
 
 
 def _refuse_videos(name_or_path, *args, **kwargs):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FLOAT32 = 3.4028234663852886e38
-"""The largest float32; the largest bfloat16 is about the same."""
+"""The largest finite float32; the largest bfloat16 is about the same."""
 # In bytes. One MiB of JSON that consists of empty lists takes 22 MiB of memory once parsed.
 MAX_JSON_BYTES, MAX_LARGE_JSON_BYTES = 16 * 2**20, 64 * 2**20
 LARGE_JSON_FILES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
@@ -19,7 +19,7 @@ MAX_JSON_DEPTH = 64
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
-    """Return why a config belongs to no glm-4v or cogagent-9b, or ``None`` if it belongs to one.
+    """Return why a config is not that of a glm-4v or cogagent-9b, or ``None`` if it is.
 
     chatglm2, chatglm3 and the text models of GLM-4 have the model type "chatglm", too, but no
     vision_config.
@@ -96,16 +96,17 @@ def parse_json_object(content: bytes, name: str) -> dict:
         values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
-    level: list[Any] = [values]
-    for _ in range(MAX_JSON_DEPTH):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-    if level:
+    containers: list[Any] = [values]
+    for _ in range(MAX_JSON_DEPTH):  # replace all containers by those directly inside them
+        contents = (x.values() if isinstance(x, dict) else x for x in containers)
+        containers = [x for items in contents for x in items if isinstance(x, (dict, list))]
+    if containers:
         raise ValueError(f"{name} nests more than {MAX_JSON_DEPTH} levels deep; expected fewer")
     return values
 
 
 def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict:
+    """Build an object from its items; raise ``ValueError`` if a key is repeated."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -45,9 +45,9 @@ class PatchSet:
             AttributeError, ImportError: an attribute or its owner does not exist.
         """
         owners = [(patch, pkgutil.resolve_name(patch.owner)) for patch in self._patches]
-        if moved := [str(patch) for patch, owner in owners if patch.name not in vars(owner)]:
+        if missing := [str(patch) for patch, owner in owners if patch.name not in vars(owner)]:
             raise AttributeError(
-                f"nothing was patched, because these cannot be found: {', '.join(moved)}; "
+                f"nothing was patched, because these cannot be found: {', '.join(missing)}; "
                 "install versions that this package supports, or repair the installation"
             )
         replaced = []
@@ -72,8 +72,8 @@ class PatchSet:
         ]
         if replaced_later:
             raise RuntimeError(
-                f"nothing was undone, because these were replaced by others since: "
-                f"{', '.join(replaced_later)}; undo those first"
+                f"nothing was undone, because other code has replaced these since: "
+                f"{', '.join(replaced_later)}; undo those replacements first"
             )
         for patch, owner, original, _ in self._replaced:
             setattr(owner, patch.name, original)

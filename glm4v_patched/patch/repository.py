@@ -44,8 +44,8 @@ class Repository:
         """Error message if the Hub does not answer in time, else ``None``.
 
         It is also ``None`` for local folders and when offline. This property sends one request with
-        a short timeout. Without it, huggingface_hub would wait a minute for each file, six times,
-        and transformers 5 would wait for the commit without a limit.
+        a short timeout. Without this request, huggingface_hub would try six times for each file and
+        wait a minute each time, and transformers 5 would wait for the commit without a limit.
         """
         name, offline = self.name_or_path, self._download_options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
@@ -90,7 +90,8 @@ class Repository:
                 str(self.name_or_path),
                 file_name,
                 _raise_exceptions_for_gated_repo=raise_errors,
-                _raise_exceptions_for_missing_entries=raise_errors,  # no config.json: None
+                # transformers returns None for a missing config.json nevertheless.
+                _raise_exceptions_for_missing_entries=raise_errors,
                 _raise_exceptions_for_connection_errors=raise_errors,
                 **self._download_options | ({} if ask_hub else {"local_files_only": True}),
             )
@@ -113,19 +114,21 @@ class Repository:
             TimeoutError: the Hub did not answer in time. (``from_pretrained`` would wait for
                 minutes.)
         """
-        tokenizer = {}
+        tokenizer_config = {}
         try:
             for ask_hub in (False, True):
                 config = self.read(MODEL_CONFIG_FILE, ask_hub) or self._config_of_base(ask_hub)
                 if config is not None:
                     return is_glm4v(config)
-                tokenizer = self.read(TOKENIZER_CONFIG_FILE, ask_hub) or {}
+                tokenizer_config = self.read(TOKENIZER_CONFIG_FILE, ask_hub) or {}
                 # The text models of GLM-4 have the same tokenizer, without an image size.
-                if "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer:
+                names_our_class = "ChatGLM4Tokenizer" in str(tokenizer_config)
+                if names_our_class and "image_size" in tokenizer_config:
                     return True
         except TimeoutError:
-            if not tokenizer:
+            if not tokenizer_config:
                 raise
+            # Otherwise the cache has the tokenizer of another model.
         except Exception:  # error classes differ between versions of huggingface_hub
             pass
         return False

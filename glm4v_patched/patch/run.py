@@ -6,10 +6,10 @@
     torchrun --nproc_per_node 2 -m glm4v_patched.run train.py --lr 1e-5
     deepspeed --module glm4v_patched.run train.py --lr 1e-5
 
-This process replaces itself (``exec``) by a Python with two environment variables, which child
-processes inherit: ``GLM4V_PATCHED`` has the options, and ``PYTHONPATH`` begins with the folder
-``startup``. At startup, Python runs ``sitecustomize.py`` in that folder, which patches glm-4v. If
-you cannot change a launch command, set the two variables instead:
+This process replaces itself (``exec``) by a Python process with two environment variables:
+``GLM4V_PATCHED`` has the options, and ``PYTHONPATH`` begins with the folder ``startup``. Child
+processes inherit both. At startup, Python runs ``sitecustomize.py`` in that folder, which patches
+glm-4v. If you cannot change a launch command, set the two variables instead:
 
     export GLM4V_PATCHED=1 PYTHONPATH=$(python -m glm4v_patched.run --startup-folder)
 """
@@ -27,7 +27,7 @@ import glm4v_patched
 
 PATCHED_VARIABLE = "GLM4V_PATCHED"
 STARTUP_FOLDER = Path(__file__).resolve().with_name("startup")
-# Older launchers of DeepSpeed and torch write these options for the script before its name.
+# Options for the script that older launchers of DeepSpeed and torch put before the script's name.
 LAUNCHER_OPTIONS = ("--local_rank", "--local-rank")
 
 
@@ -78,8 +78,8 @@ def find_script(name: str) -> str:
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
         if name.endswith((".yaml", ".yml", ".json")):
             raise ValueError(
-                f"{name} is not a script; write the command that reads it before it. To train a "
-                f"recipe of this package, run: glm4v-patched train {name}"
+                f"{name} is not a script; write the command that reads this file before its name. "
+                f"To train a recipe of this package, run: glm4v-patched train {name}"
             )
         return name
     if path is None:
@@ -98,10 +98,11 @@ def find_script(name: str) -> str:
 def options_from_environment() -> dict:
     """Return the keyword arguments of ``apply`` from ``GLM4V_PATCHED``.
 
-    0 keeps ``startup`` from patching a process; this command patches its processes nevertheless.
+    With the value 0, Python processes that are started in any other way are not patched. This
+    command patches the processes that it starts nevertheless.
 
     Raises:
-        ValueError: its value is neither empty, 0, 1 nor a JSON object.
+        ValueError: the value is neither empty, 0, 1 nor a JSON object.
     """
     value = os.environ.get(PATCHED_VARIABLE, "")
     if value in ("", "0", "1"):
@@ -121,9 +122,10 @@ def options_from_environment() -> dict:
 def patch_child_processes(options: dict) -> None:
     """Set the environment so that Python processes started from here on are patched."""
     os.environ[PATCHED_VARIABLE] = json.dumps(options) if options else "1"
-    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    paths = [str(STARTUP_FOLDER), *(path for path in others if path != str(STARTUP_FOLDER))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    startup = str(STARTUP_FOLDER)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    other_paths = [path for path in paths if path not in ("", startup)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([startup, *other_paths])
 
 
 def apply_from_environment() -> None:
@@ -148,8 +150,8 @@ def _run_parser() -> argparse.ArgumentParser:
     }
     for name, help_text in flags.items():
         parser.add_argument(name, action="store_true", default=None, help=help_text)
-    attention = "attention of models that are loaded without attn_implementation"
-    parser.add_argument("--attn-implementation", metavar="NAME", help=attention)
+    help_text = "attention of models that are loaded without attn_implementation"
+    parser.add_argument("--attn-implementation", metavar="NAME", help=help_text)
     for name in LAUNCHER_OPTIONS:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
-"""Attention by transformers' registry of implementations, for vision tower and language model.
+"""Attention of vision tower and language model, by an implementation of transformers' registry.
 
-The samples of packed sequences are gathered into batches (:class:`PackedSamples`) and attend there,
-so that a packed sequence needs no block-diagonal mask.
+With sdpa, the samples of packed sequences are gathered into batches (:class:`PackedSamples`), so
+that no sequence needs a block-diagonal mask.
 """
 
 from typing import NamedTuple, cast
@@ -13,16 +13,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # A name's suffix lists the tensor's dimensions: key_BGKC is (B, G, K, C).
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
-# of packed sequences also: R sequence length, N samples of a group, M length of its longest sample,
-# X query or key-value heads.
+# and for packed sequences: R sequence length, N samples of a group, M length of the group's longest
+# sample, X query heads or key-value heads.
 
 
 class PackedSamples(NamedTuple):
     """Indices that gather the samples of packed sequences into batches, and scatter them back.
 
-    Samples of similar length form a group. A group is a batch, padded on the right by repeating
-    each sample's last token. Under a causal mask no token attends to this padding. At most half of
-    a group is padding, so memory is proportional to the number of tokens.
+    Samples of similar length form a group, which attends as one batch. Repetitions of a sample's
+    last token pad it on the right. Under a causal mask no token attends to this padding. At most
+    half of a group is padding, so memory is proportional to the number of tokens.
 
     Attributes:
         group_indices: For each group ``(N, M)`` int64, indices into the flattened ``B * R`` tokens.
@@ -51,9 +51,11 @@ def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
     lengths = starts.diff(append=starts.new_tensor([batch_size * length]))
     lengths, order = lengths.sort(descending=True, stable=True)
     starts = starts[order]
-    groups, inverse, num_slots = [], starts.new_empty(batch_size * length), 0
+    groups, inverse = [], starts.new_empty(batch_size * length)
+    num_slots = 0  # the size of all groups so far, with their padding
     while len(lengths):
-        # A group: the longest sample, and all next ones with which at most half is padding.
+        # A group has the longest remaining sample, and as many of the next ones as leave at most
+        # half of the group to padding.
         padded_sizes = lengths[0] * torch.ones_like(lengths).cumsum(0)
         group_size = int((padded_sizes <= 2 * lengths.cumsum(0)).sum())
         lengths_N1, starts_N1 = lengths[:group_size, None], starts[:group_size, None]
@@ -96,7 +98,7 @@ def attend(
             module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
         )
     if implementation == "sdpa" and _is_decode_step(module, query_BHQC, key_BGKC, attention_mask):
-        # With enable_gqa, the kernel reads each key once for all query heads of its group.
+        # With enable_gqa, the kernel reads each key once for all query heads that share it.
         out_BH1C = F.scaled_dot_product_attention(
             query_BHQC, key_BGKC, value_BGKC, attn_mask=attention_mask, enable_gqa=True
         )
@@ -170,7 +172,10 @@ def eager_attention(
 
 
 def _is_decode_step(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
-    """Return whether this is a decode step of one query with grouped heads that share a mask."""
+    """Return whether a causal layer has one query and shares each key among several query heads.
+
+    A mask, if there is one, must be boolean and the same for all heads.
+    """
     has_one_query = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
     has_groups = query_BHQC.shape[1] != key_BGKC.shape[1]
     is_shared_mask = mask is None or (

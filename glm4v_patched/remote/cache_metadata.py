@@ -23,8 +23,8 @@ class CacheMetadata(NamedTuple):
     """Metadata of one prefill of a cache.
 
     Attributes:
-        text_start: Cache index, at least 1. All entries from there on are text, and position ids
-            increase by 1.
+        text_start: Cache index, at least 1. All entries from there on are text, and their position
+            ids increase by 1.
         length: Cache length up to which this metadata is valid.
         next_position: ``(B, 1)``, the position id at ``text_start``.
         key_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before
@@ -54,7 +54,7 @@ def is_static(cache: Cache | None) -> bool:
     return cache is not None and bool(cache.is_compileable)
 
 
-def static_cache_len(cache: Cache | None) -> int | None:
+def static_capacity(cache: Cache | None) -> int | None:
     """Return the capacity of a static cache in entries; ``None`` for any other cache."""
     layers = [] if cache is None else cache.layers
     return getattr(layers[0], "max_cache_len", None) if layers else None
@@ -62,22 +62,24 @@ def static_cache_len(cache: Cache | None) -> int | None:
 
 def check_cache_capacity(cache: Cache | None, length: int) -> None:
     """Raise ``ValueError`` if a static cache is smaller than ``length`` entries."""
-    capacity = static_cache_len(cache)
+    capacity = static_capacity(cache)
     if capacity is not None and capacity < length:
         raise ValueError(
-            f"the static cache has {capacity} entries but {length} are needed: make it as large "
-            "as the prompt, with its image placeholders expanded, and the answer together"
+            f"the static cache has {capacity} entries but {length} are needed: give it one entry "
+            "for each token of the expanded prompt and of the answer"
         )
 
 
 def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
+    """Return the metadata of all prefills of a cache, the latest last."""
     return getattr(cache, METADATA_ATTRIBUTE, [])
 
 
 def record_pass(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
-    """Record that ``batch`` was added to the cache after ``past_length`` entries.
+    """Record that a forward pass added ``batch`` to the cache after ``past_length`` entries.
 
-    If the cache was cropped before, metadata whose text starts after ``past_length`` is dropped.
+    If the cache was cropped before, this function drops metadata whose text starts after
+    ``past_length``.
     """
     length = past_length + batch.input_ids.shape[1]
     records = [
@@ -86,6 +88,7 @@ def record_pass(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
         if record.text_start <= past_length
     ]
     if records and not batch.text_start and records[-1].length == past_length:
+        # The batch is text that continues the text of the last record.
         records[-1] = records[-1]._replace(length=length)
     else:
         text_start = past_length + max(batch.text_start, 1)
@@ -122,7 +125,7 @@ def _compute_fingerprint(cache: Cache, text_start: int, length: int) -> Tensor |
 
 
 def find_metadata(cache: Cache | None, length: int) -> CacheMetadata | None:
-    """Return the metadata from which the position id at a cache length can be computed, if any."""
+    """Return the metadata that gives the position id at a cache length; ``None`` if none does."""
     valid = [
         record for record in _get_metadata(cache) if record.text_start <= length <= record.length
     ]
@@ -145,10 +148,11 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
         raise ValueError(
             f"the next position id after {past_length} cache entries is unknown (an image takes "
             "more cache entries than position ids): it is known only for caches that this model "
-            "filled, with readable keys, ending in text behind images and padding; pass "
-            "position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
+            "filled, whose keys are readable, and that end in text instead of an image or padding; "
+            "pass position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
         )
-    # The keys, hence is_match, may be on another device than the position ids.
+    # Each sequence takes the position id of the recorded sequence that matches. The keys, and so
+    # is_match, may be on another device than the position ids.
     next_B1 = metadata.next_position + (past_length - metadata.text_start)
     return torch.where(is_match.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
@@ -181,7 +185,7 @@ def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Ten
 
 @dataclass(eq=False)
 class ExpandedPrompt:
-    """The prompt of a ``generate`` call, whose image placeholders are expanded once, at prefill.
+    """The prompt of a ``generate`` call. Its image placeholders are expanded once, before prefill.
 
     Beam search only swaps copies of one sequence, so the prompt needs no reordering.
 
@@ -191,7 +195,7 @@ class ExpandedPrompt:
         batch: The prompt with its image placeholders expanded.
         position_ids: The argument of ``generate``. It is stored, because in decode steps some
             releases of transformers pass only the position ids of new tokens.
-        num_forward_calls: How often inputs for ``forward`` were prepared.
+        num_forward_calls: How many times ``prepare_inputs_for_generation`` was called.
     """
 
     input_ids: Tensor
@@ -216,8 +220,8 @@ class ExpandedPrompt:
     def count_images(self, begin_id: int, past_length: int, num_images: int) -> list[int]:
         """Return the number of images in each sequence.
 
-        If ``num_images`` is not the number of images in the whole prompt, count only the images
-        after the first ``past_length`` columns.
+        If ``num_images`` is not the number of images in the whole prompt, the caller left out the
+        cached images: count only those after the first ``past_length`` columns.
         """
         is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
         if int(is_begin.sum()) != num_images:

@@ -10,12 +10,12 @@ The problem with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
    shape [0]: "Recomputed values for the following tensors have different metadata".
 
 The solution: a layer's frozen parameters stay gathered from the recomputation to the end of the
-layer's backward. ZeRO-3 does not partition a parameter while ``ds_active_sub_modules``, the ids of
-the submodules that use it, is not empty. So this code adds an id that no submodule has. DeepSpeed's
-own hook after the submodule's backward partitions the parameter.
+layer's backward. ZeRO-3 does not partition a parameter while its ``ds_active_sub_modules``, the set
+of ids of the submodules that use it, is not empty. So during the recomputation this code adds an id
+that no submodule has. DeepSpeed's own hook after the submodule's backward partitions the parameter.
 
-DeepSpeed 0.19.3 and newer also keep these parameters gathered, but until the end of the backward of
-the module that is running then. That module may contain many layers, so this code removes the ids
+DeepSpeed 0.19.3 and newer also keep these parameters gathered, but for longer: until the end of the
+backward of an outer module. An outer module may contain many layers, so this code removes the ids
 that DeepSpeed adds.
 """
 
@@ -32,7 +32,10 @@ _KEEP_GATHERED_ID = -1
 
 
 class _NoForwardWrapping:
-    """Base that keeps ``GradientCheckpointingLayer`` (5.23) from wrapping our ``forward``."""
+    """Base that keeps ``GradientCheckpointingLayer`` from wrapping our ``forward``.
+
+    Since transformers 5.23, that class's ``__init_subclass__`` wraps it.
+    """
 
     def __init_subclass__(cls, **kwargs):
         pass
@@ -72,7 +75,8 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     def forward(self, hidden, *rest):
         """Run :meth:`layer_forward`, under checkpointing if that is enabled in training."""
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        # If the input needs no gradient, no parameter does, so there is no backward.
+        # In training, __call__ has made the input require grad if any parameter does. So without
+        # an input that requires grad there is no backward.
         if not (recomputes and hidden.requires_grad):
             return self.layer_forward(hidden, *rest)
         return self._gradient_checkpointing_func(self.recomputable_forward, hidden, *rest)
@@ -90,27 +94,28 @@ class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
 def keep_frozen_parameters_gathered(layer: nn.Module):
     """Keep a layer's frozen ZeRO-3 parameters gathered after its recomputation in backward."""
     modules = list(layer.modules()) if _in_backward() else []
-    owners = _frozen_zero3_parameters(modules)
-    for parameter in owners:
+    owner_ids = _map_frozen_zero3_parameters(modules)
+    for parameter in owner_ids:
         parameter.ds_active_sub_modules.add(_KEEP_GATHERED_ID)
     try:
         yield
     finally:
-        for parameter, module_ids in owners.items():
+        for parameter, module_ids in owner_ids.items():
             # Remove our id, and the ids of outer modules that DeepSpeed 0.19.3 and newer add.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
-        if owners:
+        if owner_ids:
             for module in modules:
                 getattr(module, "ds_recompute_parameters", set()).clear()
 
 
 def _in_backward() -> bool:
+    """Return whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
-def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
-    """Map the modules' frozen ZeRO-3 parameters to the ids of the modules that own them."""
-    owners: dict[Any, set[int]] = {}  # Any, because DeepSpeed adds attributes to parameters
+def _map_frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
+    """Map each frozen ZeRO-3 parameter of the modules to the ids of the modules that own it."""
+    owner_ids: dict[Any, set[int]] = {}  # Any, because DeepSpeed adds attributes to parameters
     for module in modules:
         if not hasattr(module, "ds_id"):
             continue  # part of a leaf module of ZeRO-3, which is gathered as a unit
@@ -119,5 +124,5 @@ def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
             if parameter is None or parameter.requires_grad:
                 continue
             if hasattr(parameter, "ds_active_sub_modules"):
-                owners.setdefault(parameter, set()).add(cast(int, module.ds_id))
-    return owners
+                owner_ids.setdefault(parameter, set()).add(cast(int, module.ds_id))
+    return owner_ids

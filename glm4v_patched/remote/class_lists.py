@@ -17,8 +17,8 @@ def add_to_mapping_names(cls: type, kind: str, key: str | None = None) -> None:
 
     Args:
         kind: The middle of the list's name, such as "CAUSAL_LM".
-        key: The key of the entry. Default: the class name. transformers' keys are model types, so
-            this default replaces no entry, and no Auto class finds it.
+        key: The key of the entry. Default: the class name. transformers' own keys are model types,
+            so an entry with a class name replaces none of them, and no Auto class finds it.
 
     Raises:
         ImportError: The installed transformers has no such list.

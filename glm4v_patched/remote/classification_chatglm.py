@@ -28,9 +28,9 @@ class SequenceScoringMixin(nn.Module):
     score: nn.Module
     loss_function: Any
     _check_keywords: Any
-    # The loss is a mean over samples, which the Trainer has to average over accumulated batches.
-    # Without this attribute, the Trainer takes **options in forward as a sign that forward divides
-    # the loss by num_items_in_batch.
+    # The loss is a mean over the samples of a batch, so the Trainer has to average it over
+    # accumulated batches. Without this attribute, the Trainer takes **options in forward as a sign
+    # that forward divides the loss by num_items_in_batch.
     accepts_loss_kwargs = False
 
     def forward(
@@ -119,8 +119,8 @@ class SequenceScoringMixin(nn.Module):
             shape = input_ids.shape[0], past_length + input_ids.shape[1]
             return torch.ones(shape, dtype=torch.long, device=input_ids.device)
         is_token = input_ids != self.config.pad_token_id
-        precedes_token = exportable_cummax(is_token.long().flip(1)).flip(1)
-        return F.pad(precedes_token, (past_length, 0), value=1)
+        is_before_end = exportable_cummax(is_token.long().flip(1)).flip(1)
+        return F.pad(is_before_end, (past_length, 0), value=1)
 
     def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the column ``(B,)`` of each sequence's last token that is not padding."""

@@ -27,7 +27,8 @@ TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFO
 def check_transformers(installed: str) -> None:
     """Warn if the installed version is untested; raise ``ImportError`` if it is too old."""
     problem = (
-        f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {installed}"
+        f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS}, but {installed} is "
+        "installed"
     )
     if Version(installed) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
@@ -67,14 +68,15 @@ def refuse_remote_code(values: dict, source: str = "config.json") -> None:
         if str(key).endswith(("_implementation", "_implementation_internal")):
             names = [*value.values()] if isinstance(value, dict) else [value]
             built_in = {None, *BUILT_IN_ATTENTION}
+            # "paged|sdpa" is sdpa for continuous batching.
             runs_code = any(str(n).removeprefix("paged|") not in map(str, built_in) for n in names)
         elif isinstance(value, dict) and not runs_code:
             refuse_remote_code(value, f"{source}: {key}")
         if runs_code:
             raise ValueError(
-                f"{source} has {key} {value!r}, which would download and run code of others; "
-                f"transformers' own attention is {', '.join(sorted(BUILT_IN_ATTENTION))}: "
-                "remove the setting, or pass it to from_pretrained yourself"
+                f"{source} has {key} {value!r}, which would download and run code (transformers' "
+                f"built-in attention is {', '.join(sorted(BUILT_IN_ATTENTION))}): remove the "
+                "setting, or pass it to from_pretrained yourself"
             )
 
 
@@ -213,20 +215,20 @@ def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{source}: sequence_bias")
 
 
-def keep_our_auto_classes(auto_map: dict | None, saved: str | None) -> dict:
+def keep_our_auto_classes(auto_map: dict | None, own_auto_class: str | None) -> dict:
     """Return the entries of an ``auto_map`` that name classes of this code.
 
     Args:
         auto_map: For each Auto class the ``module.Class`` that transformers loads.
-        saved: Name of the Auto class of the object that is being saved. transformers wrote its
-            entry, so it is always kept.
+        own_auto_class: Auto class of the object that is being saved. Its entry is always returned,
+            because transformers wrote it for this object.
     """
     entries = (auto_map if isinstance(auto_map, dict) else {}).items()
     normalized = {key: [*value] if isinstance(value, tuple) else value for key, value in entries}
     return {
         key: value
         for key, value in normalized.items()
-        if key == saved or FULL_AUTO_MAP.get(key) == value
+        if key == own_auto_class or FULL_AUTO_MAP.get(key) == value
     }
 
 
@@ -257,9 +259,9 @@ def find_adapter_problem() -> str | None:
 
     installed = version("peft")
     if Version(installed) < Version(MIN_PEFT_VERSION):
-        return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {installed}"
+        return f"wants peft {MIN_PEFT_VERSION} or newer for them, but {installed} is installed"
     if Version("5.0") <= Version(transformers.__version__) < Version("5.6"):
-        return "before 5.6 does not find their weights by name, and leaves them random"
+        return "does not find their weights by name (5.6 and newer do), and leaves them random"
     return None
 
 
@@ -268,20 +270,22 @@ def require_adapter_support(name_or_path, options: dict, are_adapters: bool = Fa
 
     Args:
         name_or_path: A model, whose folder may contain adapters; with ``are_adapters``, adapters.
-        options: Keywords of ``from_pretrained``, which may contain the path of adapters.
+        options: Keywords of ``from_pretrained``. Their ``adapter_kwargs`` may have the path of
+            adapters.
     """
     if (problem := find_adapter_problem()) is None:
         return
-    adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
-    if adapters is None and not are_adapters:
+    adapter_path = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
+    if adapter_path is None and not are_adapters:
         names = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
         hub_options = {name: options[name] for name in names if options.get(name) is not None}
         are_adapters = find_adapter_config_file(name_or_path, **hub_options) is not None
-    if adapters is not None or are_adapters:
+    if adapter_path is not None or are_adapters:
+        adapter_path = adapter_path or name_or_path
         raise ImportError(
-            f"{adapters or name_or_path} holds adapters, and transformers "
-            f"{transformers.__version__} {problem}: load their base model, then "
-            f"peft.PeftModel.from_pretrained(model, {str(adapters or name_or_path)!r})"
+            f"{adapter_path} holds adapters, and transformers {transformers.__version__} "
+            f"{problem}: load their base model, then "
+            f"peft.PeftModel.from_pretrained(model, {str(adapter_path)!r})"
         )
 
 
@@ -310,7 +314,7 @@ FULL_AUTO_MAP: dict[str, Any] = AUTO_MAP | {
 
 
 def _known_quantization_settings(quantization_config: dict) -> dict:
-    """Return the settings of a quantization config that transformers' class for it would save.
+    """Return the settings that transformers' class for this quantization config would save.
 
     Return all settings if that class rejects them, or if its package is not installed.
     """
@@ -403,7 +407,7 @@ class EVA2CLIPVisionConfig:
         return (self.image_size // self.patch_size // 2) ** 2
 
 
-# Fields of the published config.json that have one supported value, the one in every checkpoint.
+# Fields of the published config.json whose only supported value is the one in every checkpoint.
 FIXED_FIELDS = {
     "multi_query_attention": True,
     "rmsnorm": True,
@@ -464,7 +468,8 @@ TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "transformers_version",
 )
 SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *TRANSFORMERS_FIELDS}
-# Each setting's check for check_setting_types: its size limit, or a check for its default's type.
+# Tables for check_setting_types. The check of a field is its size limit, or a check for the type of
+# its default.
 CHECK_BY_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
 MODEL_FIELD_CHECKS: dict[str, str | int] = {
     name: CHECK_BY_TYPE[type(default)]
@@ -477,6 +482,7 @@ VISION_FIELD_CHECKS: dict[str, str | int] = {
     field.name: CHECK_BY_TYPE[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
 VISION_FIELD_CHECKS |= MAX_VISION_SIZES
+# Checks of the fields of transformers' base class, and of the type of vision_config.
 GENERAL_FIELD_CHECKS = {"architectures": "texts", "auto_map": "object", "id2label": "labels"}
 GENERAL_FIELD_CHECKS |= {"chunk_size_feed_forward": "number", "label2id": "object"}
 GENERAL_FIELD_CHECKS |= {"quantization_config": "object", "vision_config": "object"}
@@ -493,7 +499,7 @@ KV_HEADS_ALIAS = "num_key_value_heads"
 # The keyword in which transformers' pipelines pass their task to from_pretrained.
 PIPELINE_TASK_KEYWORD = "_from_pipeline"
 # The base class of transformers 4 overwrites these fields with its own defaults.
-COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
+OVERWRITTEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 class ChatGLMConfig(PretrainedConfig):
@@ -534,11 +540,14 @@ class ChatGLMConfig(PretrainedConfig):
             if alias not in kwargs:
                 continue
             value = kwargs.pop(alias)
-            # to_dict writes both names of this field. The alias wins, because callers change that.
+            # to_dict writes this field and its alias. The alias wins, because callers change it.
             if alias == KV_HEADS_ALIAS:
                 kwargs[name] = value
             if kwargs.setdefault(name, value) != value:
-                raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
+                raise ValueError(
+                    f"config.json has different values for {alias} and {name}, two names of one "
+                    "setting; give one of them"
+                )
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
         check_setting_types(kwargs, MODEL_FIELD_CHECKS, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
@@ -554,7 +563,7 @@ class ChatGLMConfig(PretrainedConfig):
         self._refuse_unsupported()
         kwargs["auto_map"] = _model_auto_map(kwargs.get("auto_map"))
         super().__init__(**kwargs)
-        for name in COMMON_TOKEN_FIELDS:
+        for name in OVERWRITTEN_FIELDS:
             setattr(self, name, values[name])
 
     @classmethod
@@ -575,13 +584,13 @@ class ChatGLMConfig(PretrainedConfig):
                 f"{values.get('model_type')!r} and vision_config {values.get('vision_config')!r}: "
                 "give the config of a glm-4v, of model_type 'chatglm' and with a vision_config"
             )
-        own = cls.from_dict(values)
+        converted = cls.from_dict(values)
         for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
             if name in vars(config):  # to_dict drops these, or converts them to a dict
-                setattr(own, name, getattr(config, name))
+                setattr(converted, name, getattr(config, name))
         if config._attn_implementation is not None:
-            own._attn_implementation = config._attn_implementation
-        return own
+            converted._attn_implementation = config._attn_implementation
+        return converted
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -603,28 +612,28 @@ class ChatGLMConfig(PretrainedConfig):
             ValueError: A setting is invalid, or would make transformers download and run code.
         """
 
-        def is_class_attribute(name: str) -> bool:
-            default = getattr(cls, name, None)
+        def is_reserved(name: str) -> bool:
+            class_attribute = getattr(cls, name, None)
             plain_types = (bool, int, str, type(None))
-            return name in TEXT_CONFIG_NAMES or not isinstance(default, plain_types)
+            return name in TEXT_CONFIG_NAMES or not isinstance(class_attribute, plain_types)
 
         refuse_remote_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
         check_setting_types(config_dict, GENERAL_FIELD_CHECKS, "config.json")
-        # Refuse keys that would overwrite class attributes, such as methods, and drop them if they
-        # are null. num_labels is a class attribute, too, but a config file may set it.
-        class_attributes = [
+        # Keys that would overwrite class attributes, such as methods, are reserved. Refuse them, or
+        # drop them if they are null. num_labels is a property, too, but a config file may set it.
+        reserved_keys = [
             name
             for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"}
-            if is_class_attribute(name)
+            if is_reserved(name)
         ]
-        for name in class_attributes:
+        for name in reserved_keys:
             if config_dict[name] is not None:
                 raise ValueError(
                     f"config.json has {name}, which is an attribute of config classes and not a "
                     "setting; expected no such key: remove it"
                 )
-        config_dict = {key: v for key, v in config_dict.items() if key not in class_attributes}
+        config_dict = {key: v for key, v in config_dict.items() if key not in reserved_keys}
         architectures = config_dict.get("architectures") or ()
         if not KNOWN_ARCHITECTURES.issuperset(architectures):
             logging.get_logger().warning_once(
@@ -650,12 +659,12 @@ class ChatGLMConfig(PretrainedConfig):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, but only settings of glm-4v; log all other settings."""
-        values, own = super().to_diff_dict(), self.to_diff_dict()
+        values, saved = super().to_diff_dict(), self.to_diff_dict()
         unknown = [
             name for name in values if name not in SAVED_CONFIG_FIELDS | self.attribute_map.keys()
         ]
-        for name in own.keys() & {"vision_config", "quantization_config"}:
-            unknown += [f"{name}.{key}" for key in values[name] if key not in own[name]]
+        for name in saved.keys() & {"vision_config", "quantization_config"}:
+            unknown += [f"{name}.{key}" for key in values[name] if key not in saved[name]]
         warn_saved_without(unknown, "config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -668,7 +677,7 @@ class ChatGLMConfig(PretrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict:
-        """Return the settings of glm-4v to save, without a few that have their default values."""
+        """Return the settings of glm-4v that are saved; a few default values are left out."""
         values = {
             k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS
         }

@@ -2,9 +2,9 @@
 
 In an unexpanded prompt an image has three ids, which the model expands to all tokens of the image.
 ``generate`` counts the tokens before this expansion, but the cache counts expanded tokens. So this
-module expands the prompt before the prefill, the pass that fills the cache. Decode steps need
-no device sync, because their inputs depend only on the :class:`ExpandedPrompt` and the number of
-generated tokens.
+module expands the prompt before the prefill, the pass that adds the prompt to the cache. Decode
+steps need no device sync, because their inputs depend only on the :class:`ExpandedPrompt` and the
+number of generated tokens.
 """
 
 from copy import copy
@@ -22,7 +22,7 @@ from .cache_metadata import (
     find_metadata,
     is_static,
     record_decode_step,
-    static_cache_len,
+    static_capacity,
 )
 from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation, warn_saved_without
 from .image_checks import InputBatch, check_position
@@ -41,8 +41,8 @@ from .keywords import (
 )
 from .masks import decode_mask
 
-# Sizes of static caches are rounded up to a multiple of this number on devices where generate
-# compiles decode steps, because every size needs its own compilation.
+# On devices where generate compiles decode steps, the capacity of a static cache is rounded up to a
+# multiple of this number, because each capacity needs its own compilation.
 STATIC_CACHE_MULTIPLE = 64
 DEVICES_WITHOUT_COMPILATION = ("cpu",)  # where generate does not compile by default
 
@@ -61,9 +61,10 @@ def keep_known_options(generation_config: GenerationConfig) -> GenerationConfig:
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
-    """Mixin that adds generation to a model whose decoder is its ``transformer``."""
+    """Mixin that adds generation to a model whose decoder is its ``transformer``.
 
-    # transformers looks for "GenerationMixin" in the names of base classes.
+    The name ends in "GenerationMixin", for which transformers searches the names of base classes.
+    """
 
     config: ChatGLMConfig
     transformer: Any
@@ -76,7 +77,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Load a ``custom_generate`` as transformers does, but only with ``trust_remote_code``."""
         source = pretrained_model_name_or_path
         if not trust_remote_code:  # transformers 4.57 would run the code without asking
-            raise OSError(  # after an OSError, from_pretrained goes on as without such code
+            raise OSError(  # from_pretrained catches an OSError and continues without the code
                 f"custom_generate of {source} is code: pass trust_remote_code=True to run it"
             )
         return super().load_custom_generate(source, trust_remote_code=True, **kwargs)
@@ -142,7 +143,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         batch = InputBatch(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
             images_by_name = {"pixel_values": pixel_values, "images": images}
-            is_first = kwargs.get("is_first_iteration")
+            is_first = kwargs.get("is_first_iteration")  # passed by some releases only
             inputs = self._inputs_from_embeds(batch, inputs_embeds, images_by_name, cache, is_first)
         else:
             images = self.transformer._stack_images(pixel_values, images)
@@ -152,7 +153,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _inputs_from_embeds(
         self, batch: InputBatch, inputs_embeds, images_by_name: dict, cache, is_first
     ) -> dict[str, Any]:
-        """Return the inputs of a pass over embeddings, or over the last generated id."""
+        """Return the inputs of a prefill over embeddings, or of a pass over the last new id."""
         past_length = cached_length(cache)
         inputs = {"attention_mask": batch.attention_mask}
         num_new = 1
@@ -169,8 +170,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
             inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
             inputs["input_ids"] = batch.input_ids[:, -num_new:]
-        # generate gives every cached image token a position id of its own, unlike this model. If
-        # the cache's metadata has the right next position, forward computes the ids from it.
+        # Unlike this model, generate counts one position id for each image token. If the cache's
+        # metadata gives the right next position, leave position_ids out: forward computes them.
         if batch.position_ids is not None and find_metadata(cache, past_length) is None:
             inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
@@ -187,7 +188,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 batch = batch._replace(position_ids=expanded_prompt.position_ids)
             expanded = self._expand_batch(batch, images, past_length, prompt_length)
         length = expanded.input_ids.shape[1]
-        # peft's virtual tokens have cache entries but no ids, so the cache may be longer than them.
+        # peft's virtual tokens have cache entries but no ids, so past_length may exceed length.
         first = min(past_length, length - 1)
         inputs = {
             "input_ids": expanded.input_ids[:, first:],
@@ -206,13 +207,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_batch(
         self, batch: InputBatch, images: Tensor | None, past_length: int, prompt_length: int | None
     ) -> ExpandedBatch:
-        """Expand sequences that include the cached part, of ``past_length`` expanded tokens."""
+        """Expand sequences whose first ``past_length`` expanded tokens are cached."""
         if batch.attention_mask is None:
             # transformers 5 drops a mask of ones. Here, position ids without a mask would mean
             # packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
-        positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
-        batch = batch._replace(position_ids=positions, num_cached_in_ids=past_length)
+        position_ids = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
+        batch = batch._replace(position_ids=position_ids, num_cached_in_ids=past_length)
         num_images = 0 if images is None else len(images)
         prompt_format = self.transformer.prompt_format
         return expand_image_placeholders(batch, prompt_format, num_images, prompt_length)
@@ -234,11 +235,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
             "prompt_length": 0,  # all of these tokens are generated
         }
         if is_static(cache):
-            # decode_mask reads only the first two sizes, the dtype and the device.
+            # decode_mask reads only the first two sizes, the dtype and the device of embeddings.
             embeds_BQ0 = torch.empty(
                 (*new_ids_BQ.shape, 0), dtype=self.dtype, device=input_ids.device
             )
-            padding_mask = prompt.padding_mask(static_cache_len(cache) or length)
+            padding_mask = prompt.padding_mask(static_capacity(cache) or length)
             mask = decode_mask(self.config, embeds_BQ0, padding_mask, cache, past_length)
             inputs["attention_mask"] = mask
             if NEEDS_CACHE_POSITION:
@@ -263,11 +264,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return {"input_ids": ids_B1, "image_features": features_0TD, "use_cache": False}
 
     def _checked_length(self, prompt: ExpandedPrompt, cache: Cache, num_generated: int) -> int:
-        """Return the cache length with the generated tokens.
+        """Return the length of prompt and generated tokens.
 
         Raises:
-            ValueError: The length exceeds the cache's capacity, or a position id reaches the limit
-                ``seq_length``.
+            ValueError: The length exceeds the capacity of a static cache, or a position id reaches
+                the limit ``seq_length``.
         """
         length = prompt.length + num_generated
         check_position(prompt.batch.last_position + num_generated, self.config.seq_length)
@@ -312,10 +313,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # Suppress image ids: a training on generated text would find no images for them. An empty
-        # suppress_tokens allows them. This processor comes before top-k and the like. The ids are
-        # not added to suppress_tokens, because a caller's SuppressTokensLogitsProcessor would
-        # replace the processor for these.
+        # Suppress image ids, because a training on generated text would have no images for them. A
+        # caller allows them with an empty suppress_tokens. This processor runs before top-k and
+        # others. It is not transformers' own one for suppress_tokens, because a caller's
+        # SuppressTokensLogitsProcessor replaces that one.
         suppressed = generation_config.suppress_tokens
         if suppressed is None or len(suppressed):
             # generate passes the device of its ids. self.device may be "meta" (offloaded weights).
@@ -328,7 +329,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
-        """Repeat sequences, each with its images, for beams or several answers."""
+        """Repeat each sequence and its images ``expand_size`` times, for beams or several answers.
+
+        Also expand the prompt's image placeholders, and pass on the :class:`ExpandedPrompt`.
+        """
         if model_kwargs.get(OTHER_CACHE_KEYWORD) is not None:
             raise_with_versions(
                 f"generate was given {OTHER_CACHE_KEYWORD}: pass the cache as {CACHE_KEYWORD}"
@@ -368,10 +372,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> ExpandedPrompt:
         """Expand the prompt of a ``generate`` call; raise ``ValueError`` if it ends in padding."""
-        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        position_ids = model_kwargs.get("position_ids")
         past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
         prompt_length = model_kwargs["prompt_length"]
-        batch = InputBatch(input_ids, mask, positions)
+        batch = InputBatch(input_ids, model_kwargs.get("attention_mask"), position_ids)
         expanded = self._expand_batch(batch, images, past_length, prompt_length)
         if expanded.has_padding:
             assert expanded.attention_mask is not None
@@ -381,7 +385,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                     f"prompts {right_padded} of {len(input_ids)} end in padding, where generate "
                     'would continue: pad prompts on the left (padding_side="left")'
                 )
-        return ExpandedPrompt(input_ids, expanded, positions)
+        return ExpandedPrompt(input_ids, expanded, position_ids)
 
     def generate_batch(self, *args, **kwargs):
         """Refuse transformers' continuous batching.
@@ -401,11 +405,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        # transformers computes the size of a static cache from the unexpanded prompt.
+        # transformers computes the capacity of a static cache from the unexpanded prompt.
         prompt = model_kwargs.get("expanded_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
-            # The last generated token needs no position id, because it is not processed.
+            # The last generated token needs no position id, because no forward pass reads it.
             max_generated = self.config.seq_length - prompt.batch.last_position
             greatest_length = prompt.input_ids.shape[1] + max_generated
             if generation_config.max_length > greatest_length:
@@ -424,7 +428,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_candidate_generator(self, generation_config, **options):
-        # Prompt lookup may propose candidates beyond max_length, which may have no position ids.
+        # Prompt lookup may propose candidates beyond max_length, whose position ids may exceed the
+        # model's limit.
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config, **options
         )
@@ -443,7 +448,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
 
 def _extend_position_ids(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """Extend position ids to ``length``, because transformers 4 passes only the prompt's."""
+    """Extend position ids to ``length``: transformers 4 passes only those of the prompt."""
     if position_ids is None or position_ids.shape[1] >= length:
         return position_ids
     steps = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
@@ -470,9 +475,9 @@ def _uncached_images(
     if is_cut.any():
         raise ValueError(
             f"the cache ends at entry {past_length}, inside an image, which must be cached "
-            "completely or not at all: crop before the image (assistant models and prompt lookup "
-            "crop by unexpanded tokens: give them expanded prompts, as this model's processor "
-            "makes them)"
+            "completely or not at all: crop the cache before the image. Assistant models and "
+            "prompt lookup crop it to a number of unexpanded tokens, so give them expanded "
+            "prompts, as this model's processor makes them"
         )
     is_uncached = is_begin.nonzero()[:, 1] >= past_length
     if not is_uncached.any():

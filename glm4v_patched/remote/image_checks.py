@@ -1,6 +1,7 @@
 """Checks of token ids, masks, labels and images before the model runs on them.
 
-Statistics of the batch are computed on its device and copied to the host in one transfer.
+``image_layout.py`` defines expanded and unexpanded prompts, computes statistics of the batch on its
+device, and calls these checks with the statistics.
 """
 
 from typing import NamedTuple, cast
@@ -30,7 +31,7 @@ class PromptFormat(NamedTuple):
 
 
 class InputBatch(NamedTuple):
-    """A batch as it was passed to the model, of unexpanded or expanded prompts.
+    """A batch of unexpanded or expanded prompts, as it was passed to the model.
 
     Attributes:
         input_ids: ``(B, L)`` int64.
@@ -41,12 +42,13 @@ class InputBatch(NamedTuple):
             Where position ids restart at 0, a new packed sample begins; a mask of ones is then
             ignored.
         labels: ``(B, L)`` int64.
-        last_shift_label: ``(B, 1)`` int64, the label that the last token predicts.
+        last_shift_label: ``(B, 1)`` int64, the last column of ``shift_labels``: the label that the
+            last token predicts.
         past_length: ``P``, the number of cache entries before ``input_ids``.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached_in_ids: If ``input_ids`` repeats the cached part (``past_length`` is then
-            0): the length of that part after expansion.
+        num_cached_in_ids: The number of cache entries whose tokens ``input_ids`` repeats at its
+            beginning. If it is above 0, ``past_length`` is 0.
     """
 
     input_ids: Tensor
@@ -63,8 +65,9 @@ def check_shapes(batch: InputBatch) -> None:
     """Raise ``ValueError`` for a tensor whose shape does not match ``input_ids``."""
     if batch.input_ids.ndim != 2 or not batch.input_ids.numel():
         nesting_hint = (
-            "; the tokenizer's apply_chat_template returns a batch also for one conversation, as "
-            "published: give a trainer the processor (AutoProcessor), or texts (tokenize=False)"
+            "; like the published code, the tokenizer's apply_chat_template returns a batch even "
+            "for one conversation: give a trainer the processor (AutoProcessor), or texts "
+            "(tokenize=False)"
         )
         raise ValueError(
             f"input_ids has shape {tuple(batch.input_ids.shape)}: give at least one sequence with "
@@ -81,7 +84,7 @@ def check_shapes(batch: InputBatch) -> None:
             "mask itself"
         )
     for name, values in (("position_ids", batch.position_ids), ("labels", batch.labels)):
-        # Whole shapes are compared, because single sizes are symbols in a graph.
+        # Compare complete shapes: in a graph, single sizes may be symbols without a value.
         if values is None or values.shape == batch.input_ids.shape:
             continue
         if name == "position_ids" and values.shape == (1, length):
@@ -93,10 +96,19 @@ def check_shapes(batch: InputBatch) -> None:
         )
 
 
-# Statistics that only batches with labels, position_ids, a mask or a cache have.
-OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images", "num_zeros_in_images"]
-OPTIONAL_STATS += ["num_unknown_positions", "num_wrong_mask_values", "num_padding"]
-OPTIONAL_STATS += ["num_restarts", "num_decreases"]
+# Every batch has these statistics:
+#   length, shortest_length           the expanded lengths of the longest and the shortest sequence
+#   last_position                     the greatest position id
+#   text_start                        see ExpandedBatch
+#   num_begin_ids, num_end_ids        the numbers of begin- and end-of-image ids
+#   num_spans, num_uncached_spans     images with begin and end: all, and those after the cache
+#   inner_length                      1; if an image has a wrong number of inner ids, that number
+#   smallest_id, largest_id           the range of input_ids
+# Only batches with labels, position_ids, a mask or a cache have the following ones. num_restarts
+# counts the position ids of 0 after another token, num_decreases all others below the previous one.
+OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images"]
+OPTIONAL_STATS += ["num_zero_positions_in_images", "num_unknown_positions", "num_padding"]
+OPTIONAL_STATS += ["num_wrong_mask_values", "num_restarts", "num_decreases"]
 
 
 def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
@@ -123,10 +135,10 @@ def assert_in_graph(
     last_id = prompt_format.vocab_size - 1
     expected: dict = dict.fromkeys(("num_begin_ids", "num_end_ids", "num_spans"), num_images)
     expected |= {"inner_length": 1, "num_unknown_positions": 0, "num_wrong_mask_values": 0}
-    expected |= {"num_restarts": 0, "num_decreases": 0, "num_zeros_in_images": 0}
+    expected |= {"num_restarts": 0, "num_decreases": 0, "num_zero_positions_in_images": 0}
     length = batch.input_ids.shape[1]
     if may_expand:
-        length = cast(int, stats["length"].item())  # a symbol, for which _check sets a bound
+        length = cast(int, stats["length"].item())  # a symbol, whose lower bound _check declares
         torch._check(length >= 3)
     else:
         expected["length"] = length
@@ -134,7 +146,8 @@ def assert_in_graph(
     # must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
-        expected["shortest_length"], has_equal_lengths = stats["length"], True
+        expected["shortest_length"] = stats["length"]
+        has_equal_lengths = True
     is_valid = stats["last_position"] < prompt_format.max_positions
     for name, value in expected.items():
         if name in stats:
@@ -148,8 +161,8 @@ def assert_in_graph(
         "prompts, as this model's processor makes them), it has begin- or end-of-image ids without "
         "a partner, or another problem that the same call without compilation reports",
     )
-    # The values of text_start and num_padding are unknown: assume images to the end, and padding if
-    # there is a mask.
+    # A graph does not know text_start and num_padding: assume that images go to the end, and that
+    # a mask has padding.
     host_stats = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
     host_stats |= {"length": length, "shortest_length": length if has_equal_lengths else 0}
     return host_stats | {"text_start": length, "num_padding": int("num_padding" in stats)}
@@ -158,7 +171,7 @@ def assert_in_graph(
 def check_images(
     stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached_in_ids: int
 ) -> None:
-    """Raise ``ValueError`` if the ids of images are invalid, or not as many as the images."""
+    """Raise ``ValueError`` if begin- and end-of-image ids are invalid or do not fit the images."""
     num_begins, num_ends = stats["num_begin_ids"], stats["num_end_ids"]
     num_spans, num_uncached = stats["num_spans"], stats["num_uncached_spans"]
     if not num_begins == num_ends == num_spans:
@@ -191,7 +204,12 @@ def check_batch_values(
     prompt_format: PromptFormat,
     num_items_in_batch: Tensor | int | None,
 ) -> None:
-    """Raise ``ValueError`` for ids, labels, masks or position ids that the model cannot take."""
+    """Raise ``ValueError`` for ids, labels, masks or position ids that the model cannot take.
+
+    Args:
+        padding_mask: The 2D mask of ``batch``, with 1 inside images.
+        num_items_in_batch: The divisor of the summed loss, if known.
+    """
     for kind, subject, cure in (
         ("id", "input_ids has id", "use the tokenizer of this model, or resize_token_embeddings"),
         ("label", "labels has", "give an id of the vocabulary, or -100 for an unsupervised token"),
@@ -210,13 +228,14 @@ def check_batch_values(
             "(padding) and 1: give 0 and 1; packed sequences have no mask but position_ids that "
             "restart at 0 with each sample"
         )
-    if stats["num_zeros_in_images"]:
+    if num_zeros := stats["num_zero_positions_in_images"]:
         raise ValueError(
-            f"position_ids are 0 at {stats['num_zeros_in_images']} tokens between the begin and "
-            "the end of an image, where they have to continue from the begin: leave position_ids "
-            "out, or compute them from a mask that is 1 inside images"
+            f"position_ids are 0 at {num_zeros} tokens between the begin and the end of an image, "
+            "where they have to continue from the begin: leave position_ids out, or compute them "
+            "from a mask that is 1 inside images"
         )
-    num_restarts, num_padding = stats["num_restarts"] + stats["num_decreases"], stats["num_padding"]
+    num_padding = stats["num_padding"]
+    num_restarts = stats["num_restarts"] + stats["num_decreases"]
     if stats["num_decreases"] or (num_restarts and (num_padding or batch.past_length)):
         raise ValueError(
             f"position_ids restart {num_restarts} times within sequences whose attention_mask has "
@@ -230,24 +249,27 @@ def check_batch_values(
             "them, so their next position id is unknown: give position_ids"
         )
     check_position(stats["last_position"], prompt_format.max_positions)
-    num_inside = stats["num_labels_in_images"]
-    if num_inside and num_items_in_batch is not None:
-        _check_num_items_in_batch(num_inside, batch.labels, int(num_items_in_batch))
+    num_in_images = stats["num_labels_in_images"]
+    if num_in_images and num_items_in_batch is not None:
+        _check_num_items_in_batch(int(num_items_in_batch), batch.labels, num_in_images)
 
 
-def _check_num_items_in_batch(num_inside: int, labels: Tensor | None, divisor: int) -> None:
+def _check_num_items_in_batch(
+    num_items_in_batch: int, labels: Tensor | None, num_in_images: int
+) -> None:
     """Raise ``ValueError`` if ``num_items_in_batch`` may count labels inside images.
 
-    The loss ignores these labels.
+    The loss ignores these labels. ``num_items_in_batch`` may also count other batches of the step.
+    If it is smaller than the number of labels in this batch, its caller left labels out.
     """
     assert labels is not None
     num_labels = int((labels[:, 1:] != -100).sum())
-    if divisor >= num_labels:
+    if num_items_in_batch >= num_labels:
         raise ValueError(
-            f"labels has {num_inside} labels inside images, which are not supervised, and "
-            f"num_items_in_batch {divisor} may count them (this batch has {num_labels} labels, "
-            "other batches of the step may have the rest): the loss would be divided by too much; "
-            "set labels inside images to -100"
+            f"labels has {num_in_images} labels inside images, which the loss ignores, but "
+            f"num_items_in_batch {num_items_in_batch} may count them, because it is not less than "
+            f"all {num_labels} labels of this batch: the loss would be divided by too much; set "
+            "labels inside images to -100"
         )
 
 

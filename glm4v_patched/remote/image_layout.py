@@ -1,8 +1,8 @@
 """Expansion of image placeholders, with the position ids, mask and labels of the expanded tokens.
 
-A begin id and an end id mark an image. In an unexpanded prompt (the form of the published code) one
-placeholder id is between them. In an expanded prompt (which our processor makes) one id for each of
-the image's inner tokens is between them. The rest of the model takes expanded prompts only.
+A begin id and an end id mark an image. In an unexpanded prompt (the form of the published code),
+one placeholder id is between them. In an expanded prompt (which our processor makes), there is one
+id for each of the image's inner tokens. The rest of the model takes expanded prompts only.
 
 An image takes ``num_image_tokens + 2`` tokens but only three position ids: its begin has ``p``, all
 of its inner tokens share ``p + 1``, and its end has ``p + 2``.
@@ -36,10 +36,10 @@ class ExpandedBatch(NamedTuple):
         image_mask: ``(B, R)`` bool, true from begin to end of an image, both included.
         attention_mask: ``(B, P + R)``, or the 4D mask that was passed; ``None`` if not needed.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and at the first token of a
-            sequence or packed sample. ``(B, R + 1)`` if ``InputBatch.last_shift_label``, the label
-            that the last token predicts, was passed.
+            sequence or packed sample. With ``InputBatch.last_shift_label``, which is then the last
+            column, ``(B, R + 1)``.
         packed_position_ids: ``(B, R)``, for packed sequences only: the index of each token in its
-            sample (inner tokens of an image are counted one by one).
+            sample. Unlike in ``position_ids``, each inner token of an image has its own index.
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
         text_start: First column from which every sequence of the batch is only text whose position
@@ -58,16 +58,18 @@ class ExpandedBatch(NamedTuple):
 
 
 class _ImageSpans(NamedTuple):
-    """Masks ``(B, L)`` of images. An image is a begin id and the next end id, without another begin
-    id between them."""
+    """Masks ``(B, L)`` of images and their parts.
+
+    An image is a begin id, the next end id, and the ids between them, none of which is a begin id.
+    """
 
     is_begin_id: Tensor  # all begin ids of the prompt, also those without an end
     is_end_id: Tensor  # all end ids of the prompt, also those without a begin
     is_image_begin: Tensor  # begin ids that have an end
     is_inner: Tensor  # ids between begin and end
-    is_image_end: Tensor  # end ids that follow an inner id; check_images refuses images without one
+    is_image_end: Tensor  # end ids after an inner id (check_images refuses images of no inner id)
     is_placeholder: Tensor  # the only id between begin and end
-    inner_length: Tensor  # int64, for each begin id: the number of ids before the next marker
+    inner_length: Tensor  # int64, for each begin id: the number of ids to the next begin or end id
 
 
 class _BatchAnalysis(NamedTuple):
@@ -99,9 +101,9 @@ def expand_image_placeholders(
     unexpanded prompts.
 
     Args:
-        num_images: Number of images that come with the batch. If ``input_ids`` repeats the cached
-            part (``num_cached_in_ids``, its number of expanded tokens, is then above 0), either all
-            images or only those after that part.
+        num_images: Number of images that come with the batch. If ``input_ids`` repeats cached
+            tokens (``num_cached_in_ids``), it is the number of all images, or of those after the
+            cached tokens.
         prompt_length: Number of columns that are prompt. All later columns are generated, and begin
             and end ids among them are ordinary tokens. Default: all columns are prompt.
         num_items_in_batch: The divisor of the summed loss, if known.
@@ -128,9 +130,8 @@ def expand_image_placeholders(
         attention_mask = None
         analysis = analysis._replace(padding_mask=None, current_mask=None)
     if labels is not None:
-        starts = _find_starts(analysis.position_ids, analysis.current_mask, is_packed)
-        ignored_labels = spans.is_inner | starts
-        labels = labels.masked_fill(ignored_labels, -100)
+        is_first = _mark_first_tokens(analysis.position_ids, analysis.current_mask, is_packed)
+        labels = labels.masked_fill(spans.is_inner | is_first, -100)
     expanded = ExpandedBatch(
         input_ids=batch.input_ids,
         position_ids=analysis.position_ids,
@@ -166,7 +167,7 @@ def _move_inputs(batch: Any, device: torch.device) -> Any:
 def _expand(
     batch: ExpandedBatch, analysis: _BatchAnalysis, past_length: int, is_packed: bool
 ) -> ExpandedBatch:
-    """Repeat placeholders in a batch that still has the length of ``input_ids``."""
+    """Expand a batch whose tensors still have the length of ``input_ids``."""
     input_ids, stats, current_mask = batch.input_ids, analysis.stats, analysis.current_mask
     length, unexpanded_length = stats["length"], input_ids.shape[1]
     if batch.attention_mask is not None and current_mask is None:
@@ -175,11 +176,11 @@ def _expand(
             f"placeholders (from {unexpanded_length} to {length} tokens): give a 2D mask, or "
             "expanded prompts"
         )
-    ends = analysis.repeats.cumsum(dim=1)
+    ends = analysis.repeats.cumsum(dim=1)  # after each id, the number of expanded tokens so far
     num_padding = length - ends[:, -1:]
-    # source_columns[b, c] is the column in input_ids of the id that expanded column c comes from.
-    # It is the number of ids whose expanded tokens end before column c. (searchsorted computes the
-    # same, but is slower for a few ids, because it starts all threads.)
+    # source_columns[b, c] is the column of input_ids whose id is expanded to column c. It is the
+    # number of ids whose expanded tokens end before column c. (searchsorted computes the same, but
+    # is slower for a few ids, because it starts all threads.)
     is_end_column = ends.new_zeros(ends.shape[0], length + 1)
     is_end_column.scatter_(1, ends + num_padding, 1)
     source_columns = is_end_column.cumsum(dim=1)[:, :-1]
@@ -222,15 +223,16 @@ def _find_image_spans(
     is_end_id = (input_ids == prompt_format.end_id) & is_prompt
     is_marker = is_begin_id | is_end_id
     # ``markers`` has for each sequence: -1, the columns of all markers (begin and end ids) in
-    # order, then ``length``. Columns of other ids are written to the last entry, which is read only
-    # if all ids are markers, and nothing was written to it.
+    # order, then ``length``. Columns of other ids are written to the last entry. It is read only if
+    # all ids are markers, and then nothing was written to it.
     num_markers = is_marker.cumsum(dim=1)
     markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
     # For each column: the last marker up to it (-1: none) and the next marker after it (``length``:
-    # none). Without a last marker, clamping gives column 0, which is then no marker. Without a next
-    # one, it gives the last column, which is then no marker, or is this column itself.
+    # none). If there is none, clamping gives the first or the last column, which is then no marker.
+    # One case is different: an end id in the last column becomes its own next marker, and its
+    # ``precedes_end`` is wrongly true. Nothing below uses that value.
     last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
     follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
     precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
@@ -250,9 +252,9 @@ def _find_image_spans(
 
 
 def _count_positions(input_ids, position_ids, current_mask, past_length, next_position) -> Tensor:
-    """Return the position ids that were passed; by default count the ids that are not padding.
+    """Return ``position_ids``, or if they are ``None``, count the ids that are not padding.
 
-    Counting starts at ``next_position``, by default at ``past_length``.
+    Counting starts at ``next_position``, or if it is ``None``, at ``past_length``.
     """
     if position_ids is not None:
         return position_ids.expand_as(input_ids)
@@ -268,9 +270,9 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
     ``generate`` makes such a mask, and position ids from it, if the placeholder is the padding id.
     """
-    from_mask = attention_mask.long().cumsum(dim=1) - 1
+    mask_counts = attention_mask.long().cumsum(dim=1) - 1
     is_padding = attention_mask == 0
-    is_from_mask = ((position_ids == from_mask) | is_padding).all(dim=1, keepdim=True)
+    is_from_mask = ((position_ids == mask_counts) | is_padding).all(dim=1, keepdim=True)
     is_from_mask &= (is_padding & spans.is_inner).any(dim=1, keepdim=True)
     recounted = (current_mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return torch.where(is_from_mask, recounted, position_ids)
@@ -278,8 +280,9 @@ def _recount_positions(position_ids, attention_mask, current_mask, spans: _Image
 
 def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     """Give all inner tokens of an expanded image one position id, unless they share one already."""
-    # Inner tokens with position ids of their own raise all later position ids of their sample.
-    # ``excess`` counts these increases; those of earlier packed samples do not matter.
+    # If each inner token has its own position id, all later position ids of the sample are too
+    # high. ``excess`` counts by how much, over the whole sequence. Position ids restart with each
+    # packed sample, so the excess of earlier samples is added back.
     is_after_inner = spans.is_inner & _shift_right(spans.is_inner)
     increases = torch.diff(position_ids, prepend=position_ids[:, :1], dim=1) == 1
     excess = (is_after_inner & increases).long().cumsum(dim=1)
@@ -287,15 +290,17 @@ def _share_image_positions(position_ids: Tensor, spans: _ImageSpans) -> Tensor:
     return (position_ids - excess + excess_of_earlier_samples).clamp(min=0)
 
 
-def _find_starts(position_ids: Tensor, current_mask: Tensor | None, is_packed: bool) -> Tensor:
+def _mark_first_tokens(
+    position_ids: Tensor, current_mask: Tensor | None, is_packed: bool
+) -> Tensor:
     """Mark the first tokens of sequences and packed samples, which no token predicts."""
-    starts = torch.zeros_like(position_ids, dtype=torch.bool)
-    starts[:, 0] = True
+    is_first = torch.zeros_like(position_ids, dtype=torch.bool)
+    is_first[:, 0] = True
     if current_mask is not None:
-        starts |= _shift_right(current_mask == 0)
+        is_first |= _shift_right(current_mask == 0)
     if is_packed:
-        starts |= position_ids == 0
-    return starts
+        is_first |= position_ids == 0
+    return is_first
 
 
 def _count_within_samples(position_ids: Tensor) -> Tensor:
@@ -325,18 +330,19 @@ def _analyze_batch(
 
     ends = repeats.cumsum(dim=1)
     length, shortest = ends[:, -1].max(), ends[:, -1].min()
-    expanded_ends = ends + length - ends[:, -1:]  # the expanded column after each id
+    # For each id, the column after its expanded tokens, with the padding on the left.
+    expanded_ends = ends + length - ends[:, -1:]
     stats = {"length": length, "shortest_length": shortest}
     stats["last_position"] = final_position_ids.max()
-    interrupts_text = _find_text_interruptions(batch, spans, final_position_ids)
+    interrupts_text = _mark_text_interruptions(batch, spans, final_position_ids)
     if current_mask is not None:
         interrupts_text = interrupts_text | (current_mask == 0)
     stats["text_start"] = expanded_ends.masked_fill(~interrupts_text, 0).max()
     stats |= _image_stats(batch, spans, prompt_format, expanded_ends)
     stats |= _label_stats(batch, spans)
     if position_ids is not None:
-        after_begin = spans.is_inner | spans.is_image_end
-        stats["num_zeros_in_images"] = ((initial_position_ids == 0) & after_begin).sum()
+        is_zero_in_image = (initial_position_ids == 0) & (spans.is_inner | spans.is_image_end)
+        stats["num_zero_positions_in_images"] = is_zero_in_image.sum()
     elif batch.next_position is not None:
         stats["num_unknown_positions"] = (batch.next_position < 0).sum()  # -1: unknown
     if padding_mask is not None and current_mask is not None:
@@ -345,9 +351,9 @@ def _analyze_batch(
         if position_ids is not None:
             stats |= _restart_stats(initial_position_ids, current_mask)
     # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded. If a batch has fewer ids than its expanded images would have tokens, its
-    # prompts are unexpanded: the statistics are copied to the host, which breaks the graph, and the
-    # batch is expanded outside of it.
+    # prompts are expanded. There is one exception: prompts with fewer ids than their images have
+    # tokens are certainly unexpanded. Then copying the statistics to the host breaks the graph, and
+    # the batch is expanded outside of it.
     may_expand = is_exporting() and num_images > 0
     num_tokens_of_images = num_images * (prompt_format.num_image_tokens + 2)
     if torch.compiler.is_compiling() and (may_expand or num_tokens_of_images <= input_ids.numel()):
@@ -355,11 +361,17 @@ def _analyze_batch(
     else:
         host_stats = stats_to_host(stats)
         may_expand = host_stats["length"] != input_ids.shape[1]
-    results = padding_mask, current_mask, final_position_ids, repeats
-    return _BatchAnalysis(host_stats, may_expand, *results)
+    return _BatchAnalysis(
+        stats=host_stats,
+        may_expand=may_expand,
+        padding_mask=padding_mask,
+        current_mask=current_mask,
+        position_ids=final_position_ids,
+        repeats=repeats,
+    )
 
 
-def _find_text_interruptions(batch: InputBatch, spans: _ImageSpans, position_ids: Tensor) -> Tensor:
+def _mark_text_interruptions(batch: InputBatch, spans: _ImageSpans, position_ids: Tensor) -> Tensor:
     """Mark all tokens of images, and text whose position id is not the previous one + 1."""
     steps = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1)
     if not batch.past_length or batch.position_ids is not None:
@@ -370,15 +382,15 @@ def _find_text_interruptions(batch: InputBatch, spans: _ImageSpans, position_ids
 def _image_stats(
     batch: InputBatch, spans: _ImageSpans, prompt_format: PromptFormat, expanded_ends: Tensor
 ) -> dict[str, Tensor]:
-    """Compute statistics of ids, such as the numbers of begin ids, of end ids and of images.
+    """Compute the range of the ids, and the numbers of begin ids, of end ids and of images.
 
     Args:
-        expanded_ends: The expanded column after each id.
+        expanded_ends: For each id, the column after its expanded tokens.
     """
-    # Valid inner lengths are 1 and num_image_tokens. The statistic "inner_length" is 1 if all are
-    # valid, else an invalid one.
-    inner = spans.inner_length.masked_fill(~spans.is_image_begin, 1)
-    lengths = inner.masked_fill(inner == prompt_format.num_image_tokens, 1).flatten()
+    # Valid inner lengths are 1 and num_image_tokens. Replace all valid ones by 1, and report the
+    # one that differs most from 1.
+    lengths = spans.inner_length.masked_fill(~spans.is_image_begin, 1).flatten()
+    lengths = lengths.masked_fill(lengths == prompt_format.num_image_tokens, 1)
     is_uncached = expanded_ends > batch.num_cached_in_ids
     return {
         "num_begin_ids": spans.is_begin_id.sum(),
@@ -436,5 +448,6 @@ def exportable_cummax(values: Tensor) -> Tensor:
 
 
 def _shift_right(values: Tensor, fill: int = False) -> Tensor:
+    """Move all columns one to the right, and fill the first one."""
     # Pad before slicing, because a graph with ``values[:, :-1]`` fails on sequences of 2 ids.
     return torch.nn.functional.pad(values, (1, 0), value=fill)[:, :-1]

@@ -36,7 +36,7 @@ PILLOW_16_BIT_SUFFIXES = (";16B", ";16L", ";16N")
 
 SAVED_IMAGE_PROCESSOR_FIELDS = {"image_processor_type", "size", "patch_size", "resample"}
 SAVED_IMAGE_PROCESSOR_FIELDS |= {"do_convert_rgb", "image_mean", "image_std"}
-# The attribute with the name of the processor's class, in transformers 4 and in 5.
+# The setting that names the processor's class, in transformers 4 and in 5.
 PROCESSOR_CLASS_KEYS = ("_processor_class", "processor_class")
 
 
@@ -92,11 +92,11 @@ class ChatGLMImageProcessor(BaseImageProcessor):
     def to_dict(self) -> dict:
         """Return the settings to save in this class's file and in the processor's file."""
         values = super().to_dict()
-        own = {key: values[key] for key in SAVED_IMAGE_PROCESSOR_FIELDS if key in values}
-        own |= {key: PROCESSOR_CLASS for key in PROCESSOR_CLASS_KEYS if values.get(key)}
+        saved = {key: values[key] for key in SAVED_IMAGE_PROCESSOR_FIELDS if key in values}
+        saved |= {key: PROCESSOR_CLASS for key in PROCESSOR_CLASS_KEYS if values.get(key)}
         if auto_map := keep_our_auto_classes(values.get("auto_map"), self._auto_class):
-            own["auto_map"] = auto_map
-        return own
+            saved["auto_map"] = auto_map
+        return saved
 
     def preprocess(
         self,
@@ -116,8 +116,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             list.
 
         Raises:
-            ValueError: An image cannot be read or is ambiguous, or is not RGB and
-                ``do_convert_rgb`` is off. The message has the index of the image.
+            ValueError: An image cannot be read or is ambiguous, or ``do_convert_rgb`` is off and an
+                image is not RGB. The message has the index of the image.
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
@@ -158,7 +158,7 @@ def as_image(image) -> "PIL.Image.Image":
     """Convert an image to a PIL image with 8 bits per channel, upright.
 
     Args:
-        image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); an URL; base64, also
+        image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); a URL; base64, also
             as ``data:image/...``; the bytes of a file; or an array or tensor, ``(height, width)``
             or with 1, 3 or 4 channels first or last. Values of arrays and tensors are 0 to 255, or
             0 to 1 in floating point; ``bool`` is black and white. The EXIF orientation is applied,
@@ -178,7 +178,7 @@ def as_image(image) -> "PIL.Image.Image":
         image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
     elif not hasattr(image, "__array__"):
         raise ValueError(
-            f"it is a {type(image).__name__}: give a PIL image, a path, an URL, base64, the bytes "
+            f"it is a {type(image).__name__}: give a PIL image, a path, a URL, base64, the bytes "
             "of a file, an array or a tensor"
         )
     array = _to_uint8(_to_channels_last(np.asarray(image)))
@@ -186,31 +186,31 @@ def as_image(image) -> "PIL.Image.Image":
 
 
 def _open_image(source) -> "PIL.Image.Image":
-    """Open an URL, a path, base64 or bytes."""
-    name = "the bytes"
+    """Open an image that is passed as a URL, a path, base64 or bytes."""
+    subject = "the bytes"
     if isinstance(source, str) and source.startswith(("http://", "https://")):
-        name, source = source, _fetch_image(source)
+        subject, source = source, _fetch_image(source)
     elif isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
-        name = source = os.fspath(source)
+        subject = source = os.fspath(source)
     elif isinstance(source, os.PathLike):
         raise ValueError(f"there is no file {os.fspath(source)}")
     elif isinstance(source, str):
         shortened = source if len(source) <= 80 else f"{source[:77]}..."
-        name = f"there is no file {shortened!r}, and as base64 it"
+        subject = f"there is no file {shortened!r}, and as base64 it"
         encoded = source.partition(",")[2] if source.startswith("data:image/") else source
-        with _as_value_error(name):  # base64 may have line breaks anywhere
+        with _as_value_error(subject):  # base64 may have line breaks anywhere
             source = base64.b64decode("".join(encoded.split()), validate=True)
-    with _as_value_error(name):
+    with _as_value_error(subject):
         return PIL.Image.open(source if isinstance(source, str) else io.BytesIO(source))
 
 
 @contextmanager
-def _as_value_error(name: str) -> Iterator[None]:
-    """Turn any exception into a ``ValueError`` whose message begins with ``name``."""
+def _as_value_error(subject: str) -> Iterator[None]:
+    """Turn any exception into a ``ValueError``: ``subject`` "cannot be read as an image"."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{name} cannot be read as an image: {error}") from error
+        raise ValueError(f"{subject} cannot be read as an image: {error}") from error
 
 
 class _HttpOnlyRedirects(urllib.request.HTTPRedirectHandler):
@@ -238,7 +238,11 @@ def _fetch_image(url: str) -> bytes:
 
 
 def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
-    """Decode an image of 8 bits per channel and apply its EXIF orientation."""
+    """Decode an image and apply its EXIF orientation.
+
+    Raises:
+        ValueError: The image cannot be decoded, or has more than 8 bits per channel.
+    """
     name = getattr(image, "filename", "") or "it"
     if image.format == "EPS":
         raise ValueError(
@@ -256,7 +260,11 @@ def _load_upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
 
 
 def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
-    """Raise ``ValueError`` if ``mode``, a mode of more than 8 bits per channel, is not ``None``."""
+    """Raise ``ValueError`` if an image has a mode of more than 8 bits per channel.
+
+    Args:
+        mode: That mode; ``None`` if the image has another one.
+    """
     if mode is not None:
         raise ValueError(
             f"{name} has mode {mode!r}, with more than 8 bits, and it is unknown which value is "
@@ -266,9 +274,12 @@ def _refuse_high_bit_depth(name: str, mode: str | None) -> None:
 
 
 def _find_16_bit_mode(image: "PIL.Image.Image") -> str | None:
-    """Return Pillow's raw mode if a file has 16 bits in each of several channels, else ``None``."""
+    """Return Pillow's raw mode if a file has 16 bits in each of several channels, else ``None``.
+
+    Pillow converts such a file to 8 bits per channel when it decodes the file.
+    """
     if image.mode.startswith("I"):
-        return None
+        return None  # one channel, whose mode stays the same
     for codec, _, _, arguments in getattr(image, "tile", ()):
         mode = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
         if codec == "SGI16":
@@ -287,6 +298,7 @@ def _to_channels_last(array: np.ndarray) -> np.ndarray:
             f"it has shape {array.shape}: give (height, width), (height, width, channels) or "
             "(channels, height, width)"
         )
+    # 1 or 3 channels take precedence over 4.
     for channels in ((1, 3), (4,)):
         first, last = array.shape[0] in channels, array.shape[2] in channels
         if first and last:
@@ -300,7 +312,7 @@ def _to_channels_last(array: np.ndarray) -> np.ndarray:
 
 
 def _to_uint8(array: np.ndarray) -> np.ndarray:
-    """Convert values 0 to 255, 0.0 to 1.0 or bool; raise ``ValueError`` for any other values."""
+    """Convert values from 0 to 255, from 0.0 to 1.0, or bool; raise ``ValueError`` for others."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == bool:

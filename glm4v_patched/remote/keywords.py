@@ -1,7 +1,7 @@
-"""Keyword arguments that transformers passes to a model, under the names of each release.
+"""Keyword arguments that transformers passes to a model; their names differ between releases.
 
-Releases rename keywords: since 5.24 the cache is called ``cache``, which was the name of another
-argument before. So both the name and the type of a keyword are checked. An unknown keyword is an
+For example, the cache has been called ``cache`` since 5.24, and earlier releases used that name for
+another argument. So both the name and the type of a keyword are checked. An unknown keyword is an
 error, because dropping it silently would make generation slow or wrong.
 """
 
@@ -22,8 +22,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .configuration_chatglm import TESTED_TRANSFORMERS, ChatGLMConfig
 
 TRANSFORMERS_VERSION = transformers.__version__
-MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)  # of this transformers
-# Whether masks and static caches need the cache positions of the queries, as in transformers 4.57.
+MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
+# Whether masks and static caches need cache_position (the cache indices of the queries), as in
+# transformers 4.57.
 NEEDS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 
@@ -37,6 +38,7 @@ def raise_with_versions(problem: str) -> NoReturn:
 
 
 def _find_cache_keyword() -> str:
+    """Return the name of the cache, which is both a field of outputs and a parameter for masks."""
     shared = {field.name for field in fields(BaseModelOutputWithPast)} & MASK_PARAMETERS
     names = [name for name in ("cache", "past_key_values") if name in shared]
     if len(names) != 1:
@@ -148,7 +150,8 @@ def check_forward_kwargs(kwargs: dict[str, Any], model: str, known: Sequence[str
 
     Args:
         model: Name of the class, for the message.
-        known: The parameter names of ``forward``. Keywords of attention are accepted, too.
+        known: The parameter names of ``forward``. Keywords of :data:`ATTENTION_CHECKS` are
+            accepted, too.
     """
     for name, value in kwargs.items():
         if name not in known and name not in ATTENTION_CHECKS:
@@ -168,6 +171,7 @@ def select_attention_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name, has_right_type in ATTENTION_CHECKS.items():
         if (value := kwargs.get(name)) is None:
             continue
+        # max_length_q needs cu_seq_lens_q, and max_length_k needs cu_seq_lens_k.
         lacks_lengths = name.startswith("max_") and kwargs.get(f"cu_seq_lens{name[-2:]}") is None
         if lacks_lengths or not has_right_type(value):
             _raise_wrong_type("forward", name, value)
@@ -201,12 +205,15 @@ def _type_text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f" (a tensor {tuple(value.shape)} of {value.dtype})"
     if isinstance(value, Cache):
-        return f" (a {type(value).__name__}; here {CACHE_KEYWORD} is the name of a cache)"
+        return f" (a {type(value).__name__}; pass a cache as {CACHE_KEYWORD})"
     return f" (of type {type(value).__name__})"
 
 
 def overrides_generation(since: str) -> Callable:
-    """Mark an override of a method that ``GenerationMixin`` has had since version ``since``."""
+    """Decorate an override of a method that ``GenerationMixin`` has had since ``since``.
+
+    :func:`check_overridden_methods` then checks that the installed release still has the method.
+    """
 
     def mark(method: Callable) -> Callable:
         if Version(TRANSFORMERS_VERSION) >= Version(since):

@@ -77,11 +77,11 @@ class LogitsToKeep(NamedTuple):
 
     Attributes:
         columns: Slice or indices of the columns; ``None`` selects all.
-        length: Length of the mask if the argument was a boolean mask, else ``None``.
+        mask_length: Length of the mask if the argument was a boolean mask, else ``None``.
     """
 
     columns: slice | Tensor | None
-    length: int | None = None
+    mask_length: int | None = None
 
     @classmethod
     def from_argument(cls, logits_to_keep: int | Tensor) -> "LogitsToKeep":
@@ -129,12 +129,12 @@ class LogitsToKeep(NamedTuple):
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
         """Return shifted labels ``(B, L)``: each selected column has the label of the next one.
 
-        All other columns have -100.
+        The last selected column and all others have -100.
         """
-        selected = self.columns
-        if isinstance(selected, Tensor):
-            selected = selected.to(labels_BK.device)
-        columns = torch.arange(length, device=labels_BK.device)[selected]
+        selection = self.columns
+        if isinstance(selection, Tensor):
+            selection = selection.to(labels_BK.device)
+        columns = torch.arange(length, device=labels_BK.device)[selection]
         shifted = labels_BK.new_full((labels_BK.shape[0], length), IGNORE_INDEX)
         shifted[:, columns[:-1]] = labels_BK[:, 1:]
         return shifted
@@ -154,14 +154,15 @@ class LogitsToKeep(NamedTuple):
         length = inputs.shape[1]
         problem = f"prompts of {length} ids expand to {expanded_length} tokens"
         cure = "give expanded prompts, as this model's processor makes them"
-        if self.length not in (None, expanded_length):
+        if self.mask_length not in (None, expanded_length):
             cure = "" if length == expanded_length else f"{cure}, and "
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} columns, but {problem}: {cure}give "
-                "one value for each token"
+                f"logits_to_keep is a mask of {self.mask_length} columns, but {problem}: {cure}"
+                "give one value for each token"
             )
         if not forbidden_ids or length == expanded_length:
             return
+        # Only a slice of last columns without images selects the same tokens after expansion.
         selected = self.select(inputs)
         ids = torch.tensor([*forbidden_ids], device=selected.device)
         if not isinstance(self.columns, slice) or bool(torch.isin(selected, ids).any()):
@@ -172,6 +173,7 @@ class LogitsToKeep(NamedTuple):
 
 
 def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """Divide the summed loss by ``num_items_in_batch``, by default the number of targets."""
     if num_items_in_batch is None:
         num_items_in_batch = targets.numel()
     if isinstance(num_items_in_batch, Tensor):
@@ -180,10 +182,11 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 
 
 def fuse_cross_entropy(layer: nn.Linear) -> nn.Linear:
-    """Replace ``forward`` of an output projection: with labels it returns the chunked loss.
+    """Replace the ``forward`` of an output projection by :func:`forward`, which takes labels.
 
-    Because the loss is part of the layer's ``forward``, a sharded weight is gathered once for all
-    chunks. The layer's class stays ``nn.Linear``, which quantizers and exporters look for.
+    Because that function computes the chunked loss inside of the layer's ``forward``, a sharded
+    weight is gathered once for all chunks. The layer's class stays ``nn.Linear``, which quantizers
+    and exporters look for.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
 from .attention import PackedSamples, group_samples
-from .cache_metadata import cached_length, is_static, static_cache_len
+from .cache_metadata import cached_length, is_static, static_capacity
 from .image_checks import is_exporting
 from .image_layout import ExpandedBatch
 from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, NEEDS_CACHE_POSITION
@@ -29,7 +29,7 @@ def causal_mask(
     """
     mask, packed = batch.attention_mask, batch.packed_position_ids
     if past_length == 0:
-        cache = None  # there are no cached keys to attend to
+        cache = None  # there are no earlier keys to attend to
     if config._attn_implementation == "sdpa" and cache is None:
         # sdpa is causal without a mask (is_causal).
         if packed is not None and not is_exporting():
@@ -40,7 +40,7 @@ def causal_mask(
 
 
 def _transformers_mask(config, embeds, mask, packed_position_ids, cache, past_length) -> Any:
-    """Make the mask by ``create_causal_mask`` of transformers."""
+    """Make the mask with ``create_causal_mask`` of transformers."""
     # transformers 4.57 names the embeddings input_embeds, and needs cache_position.
     embeds_keyword = "inputs_embeds" if "inputs_embeds" in MASK_PARAMETERS else "input_embeds"
     arguments = {
@@ -68,11 +68,11 @@ def decode_mask(config, embeds_BQD, padding_mask, cache, past_length) -> Any:
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         return _transformers_mask(config, embeds_BQD, padding_mask, None, cache, past_length)
-    num_new, device, max_length = embeds_BQD.shape[1], embeds_BQD.device, static_cache_len(cache)
+    num_new, device, capacity = embeds_BQD.shape[1], embeds_BQD.device, static_capacity(cache)
     mask = None
     # With a static cache every step has a mask, so that one compiled graph serves all steps.
-    if max_length or num_new > 1:
-        columns = torch.arange(max_length or past_length + num_new, device=device)
+    if capacity or num_new > 1:
+        columns = torch.arange(capacity or past_length + num_new, device=device)
         last_visible = past_length if num_new == 1 else past_length + columns[:num_new, None]
         mask = (columns <= last_visible).view(1, 1, num_new, -1)
     if padding_mask is not None:
@@ -84,9 +84,11 @@ def decode_mask(config, embeds_BQD, padding_mask, cache, past_length) -> Any:
 
 
 def _is_right_padded(attention_mask: Tensor, has_padding: bool) -> bool:
-    """Return whether no sequence of a 2D mask has a token after padding."""
-    if not has_padding or torch.compiler.is_compiling():
-        return not has_padding  # a graph cannot branch on values
+    """Return whether a 2D mask has padding only at the ends of sequences, or none at all."""
+    if not has_padding:
+        return True
+    if torch.compiler.is_compiling():
+        return False  # unknown, because a graph cannot branch on the values of the mask
     is_token = attention_mask.bool()
     # This is a device sync. It replaces the one in create_causal_mask.
     return bool((is_token[:, 1:] <= is_token[:, :-1]).all())

@@ -34,7 +34,7 @@ from .cache_metadata import (
     compute_next_position,
     is_static,
     record_pass,
-    static_cache_len,
+    static_capacity,
 )
 from .checkpointing import CheckpointedLayer
 from .class_lists import add_to_mapping_names
@@ -91,7 +91,7 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding of the first half of each head's channels."""
 
     # Most checkpoints contain this buffer. Its values lack the factor rope_ratio and may be
-    # rounded, so forward computes its own.
+    # rounded, so forward computes the frequencies itself.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -119,11 +119,11 @@ class RotaryEmbedding(nn.Module):
             Cosines and signed sines, ``(B, R, 1, C)`` each. The sine is negative for the first
             channel of a pair. Channels that are not rotated have a cosine of 1 and a sine of 0.
         """
-        theta_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
-        angles_BRF = (position_ids[..., None].float() * theta_F).float()
+        frequencies_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
+        angles_BRF = (position_ids[..., None].float() * frequencies_F).float()
         dtype = torch.float32 if self.config.rope_in_fp32 else dtype
         cos, sin = angles_BRF.cos().to(dtype), angles_BRF.sin().to(dtype)
-        padding = 0, self.config.kv_channels - 2 * len(theta_F)
+        padding = 0, self.config.kv_channels - 2 * len(frequencies_F)  # for F.pad
         cos, sin = (x.unflatten(-1, (-1, self.config.rotary_distance)) for x in (cos, sin))
         cos_BRC = F.pad(torch.stack((cos, cos), dim=-2).flatten(-3), padding, value=1.0)
         sin_BRC = F.pad(torch.stack((-sin, sin), dim=-2).flatten(-3), padding)
@@ -160,7 +160,7 @@ class SelfAttention(nn.Module):
         num_heads, num_kv_heads = config.num_attention_heads, config.multi_query_group_num
         self.head_dim = config.kv_channels
         self.num_key_value_groups = num_heads // num_kv_heads
-        self.split_sizes = num_heads, num_kv_heads, num_kv_heads
+        self.split_sizes = num_heads, num_kv_heads, num_kv_heads  # numbers of heads
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(
             config.hidden_size, sum(self.split_sizes) * config.kv_channels, bias=has_qkv_bias
@@ -175,8 +175,8 @@ class SelfAttention(nn.Module):
         """Compute the attention output, and append keys and values to the cache.
 
         Args:
-            cache_update: With a cache ``(cache_was_empty, update_args)``: whether this pass is the
-                cache's first, and a tuple of further arguments for ``Cache.update``.
+            cache_update: With a cache, ``(cache_was_empty, update_args)``: whether the cache was
+                empty before this pass, and a tuple of further arguments for ``Cache.update``.
             attention_kwargs: Keywords for :func:`attend`.
         """
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
@@ -186,7 +186,7 @@ class SelfAttention(nn.Module):
             new_key_value = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *update_args)
             if cache_was_empty:
-                key, value = new_key_value  # update also returns a static cache's unused capacity
+                key, value = new_key_value  # a static cache returns its unused entries, too
         inputs = query, key, value, attention_mask, self.config._attn_implementation
         return self.dense(attend(self, *inputs, **attention_kwargs))
 
@@ -330,8 +330,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers would search this file for ALL_ATTENTION_FUNCTIONS, which attention.py has.
-        # Vision tower and decoder read the implementation from the config in every forward.
+        # transformers would search this file for the name ALL_ATTENTION_FUNCTIONS, which is in
+        # attention.py. Tower and decoder read the implementation from the config in every forward.
         return True
 
     def _make_attention_collector(
@@ -427,7 +427,7 @@ class OutputOptions(NamedTuple):
     def make_output(
         self, hidden_BRD: Tensor, hidden_states: tuple | None, cache: Cache | None, **fields
     ) -> ChatGLMModelOutput | tuple:
-        """Build the decoder's output; ``fields`` are its other fields."""
+        """Build the decoder's output. Its other fields are passed as ``fields``."""
         attentions = None
         if self.attentions is not None:
             attentions = _pad_to_cache_length(self.attentions, cache)
@@ -576,7 +576,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             ids, attention_mask, position_ids, labels, last_shift_label, past_length, next_position
         )
         if inputs_embeds is not None:
-            prompt_length = None  # it does not count peft's virtual tokens at the beginning
+            prompt_length = None  # the caller's does not count peft's virtual tokens before it
         batch = expand_image_placeholders(
             inputs, self.prompt_format, num_images, prompt_length, num_items_in_batch
         )
@@ -590,7 +590,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
         mask = causal_mask(self.config, embeds_BRD, batch, cache, past_length)
         if batch.packed_position_ids is not None:
-            # Attention finds the borders of packed samples in these ids.
+            # Attention implementations find the borders of packed samples by these ids.
             attention_kwargs = {"position_ids": batch.packed_position_ids, **attention_kwargs}
         hidden_BRD, hidden_states = self._run_layers(
             embeds_BRD, batch.position_ids, mask, cache, past_length, options, attention_kwargs
@@ -624,7 +624,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         )
 
     def _run_layers(
-        self, embeds_BRD, position_ids, mask, cache, past_length, options: OutputOptions, kwargs
+        self,
+        embeds_BRD,
+        position_ids,
+        mask,
+        cache,
+        past_length,
+        options: OutputOptions,
+        attention_kwargs,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Run the decoder layers.
 
@@ -634,19 +641,20 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if options.attentions is not None:
-            kwargs = {"attention_collector": options.attentions, **kwargs}
+            attention_kwargs = {"attention_collector": options.attentions, **attention_kwargs}
         cache_update = None
         if cache is not None:
             update_args: tuple = ()
-            columns = kwargs.pop("cache_position", None)
+            cache_position = attention_kwargs.pop("cache_position", None)
             if NEEDS_CACHE_POSITION and is_static(cache):
-                if columns is None:
+                if cache_position is None:
                     first = cached_length(cache) if past_length is None else past_length
-                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
-                update_args = ({"cache_position": columns},)
+                    columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device)
+                    cache_position = columns + first
+                update_args = ({"cache_position": cache_position},)
             cache_was_empty = past_length == 0
             cache_update = cache_was_empty, update_args
-        attention_inputs = cos, sin, mask, cache, cache_update, kwargs
+        attention_inputs = cos, sin, mask, cache, cache_update, attention_kwargs
         return self.encoder(
             embeds_BRD, *attention_inputs, collect_hidden_states=options.hidden_states
         )
@@ -668,7 +676,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """
         cache_position = attention_kwargs.get("cache_position")
         attention_kwargs = select_attention_kwargs(attention_kwargs)
-        if cache_position is not None:
+        if cache_position is not None:  # select_attention_kwargs drops it; _run_layers needs it
             attention_kwargs["cache_position"] = cache_position
         embeds_BQD = self.embedding(input_ids)
         past_length = None if is_static(cache) else cached_length(cache)
@@ -687,10 +695,10 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         inputs_embeds: Tensor | None,
         output_hidden_states: bool,
     ) -> None:
-        """Warn or raise ``ValueError`` if the caller did not expect the prompts to be expanded.
+        """Warn or raise ``ValueError`` if prompts were expanded and the caller may not expect it.
 
-        ``inputs_embeds`` cannot be expanded. With ``output_hidden_states``, expansion raises an
-        error in training, and otherwise logs a warning, once for each model.
+        ``inputs_embeds`` cannot be expanded, so this raises. With ``output_hidden_states``, this
+        raises in training, and otherwise logs a warning, once for each model.
         """
         if is_exporting():
             torch._check(inputs_embeds is None or length == unexpanded_length)
@@ -704,8 +712,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 f"{problem}, and inputs_embeds cannot be expanded: {cure}, or input_ids"
             )
         message = (
-            f"{problem}, and so do their hidden states: code that indexes them by columns of the "
-            f"unexpanded prompt (reward models, value heads) reads the wrong ones; {cure}"
+            f"{problem}, so hidden states have {length} columns: code that indexes them by columns "
+            f"of the unexpanded prompt (reward models, value heads) reads the wrong ones; {cure}"
         )
         if output_hidden_states and self.training:
             raise ValueError(message)
@@ -776,8 +784,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             pixels_N3SS.requires_grad
             or any(parameter.requires_grad for parameter in self.vision.parameters())
         )
+        collector_args = () if collector is None else (collector,)
         with torch.set_grad_enabled(needs_grad):
-            return self.vision(pixels_N3SS, *(() if collector is None else (collector,)))
+            return self.vision(pixels_N3SS, *collector_args)
 
     def _resolve_images(
         self, pixel_values, images, features
@@ -806,31 +815,32 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _merge_images(
         self, embeds_BRD, image_mask_BR, pixel_values, features_NTD, past_length
     ) -> tuple[Tensor, Tensor | None]:
-        """Insert images into the embeddings.
+        """Replace the embeddings of image tokens by image features.
 
         Returns:
-            The embeddings ``(B, R, D)``, and the images' features (``None`` without images).
+            The embeddings ``(B, R, D)``, and the image features (``None`` without images).
         """
         if pixel_values is not None:
             features_NTD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NTD is not None:
             if features_NTD.shape[0] == 0:
                 return embeds_BRD, None
-            merged = features_NTD.to(embeds_BRD.device, embeds_BRD.dtype)
-            return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NTD
+            source = features_NTD.to(embeds_BRD.device, embeds_BRD.dtype)
+            return embeds_BRD.masked_scatter(image_mask_BR[..., None], source), features_NTD
         if past_length == 0 and must_run_on_every_process(self.vision):
             # Another process may have an image, so the tower has to run here, too. It runs on a
             # dummy image, whose features are multiplied by 0.
             side, channels = self.vision.dummy_image_size, self.vision.vision_config.in_channels
-            blank = embeds_BRD.new_zeros(1, channels, side, side)
-            return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
+            dummy_image = embeds_BRD.new_zeros(1, channels, side, side)
+            return embeds_BRD + (self._run_tower(dummy_image) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
     def _resolve_positional_args(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Return ``(attention_mask, cache, images)``, whichever order the caller used.
+        """Return ``(attention_mask, cache, images)``, also for callers of the published code.
 
-        The published code's order is input_ids, images, position_ids, attention_mask. So images may
-        arrive as ``attention_mask``, and the mask as ``past_key_values``.
+        The positional arguments of the published code are input_ids, images, position_ids and
+        attention_mask. So images may arrive as ``attention_mask``, and the mask as
+        ``past_key_values``.
         """
         if self._are_images(attention_mask):
             if images is not None:
@@ -849,7 +859,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return all(image is None or self._are_images(image) for image in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
             return False
-        # Dimension -3 of images is their channels; in a 4D mask it has size 1.
+        # Dimension -3 of images is their channels. That of a 4D mask has size 1.
         return value.shape[-3] == self.vision.vision_config.in_channels
 
     def _stack_images(self, pixel_values, images) -> Tensor | None:
@@ -860,13 +870,13 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if images is not None and not isinstance(images, Tensor):
             # Callers of the published code pass None in the list for a sequence without an image.
             images = [image for image in images if image is not None]
-            kinds = {
-                str(tuple(image.shape)) if isinstance(image, Tensor) else type(image)
+            shapes_and_types = {
+                str(tuple(image.shape) if isinstance(image, Tensor) else type(image))
                 for image in images
             }
-            if len(kinds) > 1 or not all(isinstance(image, Tensor) for image in images):
+            if len(shapes_and_types) > 1 or not all(isinstance(x, Tensor) for x in images):
                 raise ValueError(
-                    f"images contain {', '.join(sorted(map(str, kinds)))}: give tensors of one "
+                    f"images contain {', '.join(sorted(shapes_and_types))}: give tensors of one "
                     "shape, as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
@@ -880,7 +890,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _choose_cache(self, past_key_values, use_cache) -> Cache | None:
-        """Return the cache that was passed, or a new one if ``use_cache`` asks for it, or ``None``.
+        """Return the cache that was passed; without one, a new cache if ``use_cache`` is set.
+
+        In training with activation checkpointing, return ``None``.
 
         Raises:
             ValueError: The model trains with activation checkpointing, and the cache is not empty.
@@ -891,7 +903,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             if cached_length(past_key_values):
                 raise ValueError(
                     f"past_key_values holds {cached_length(past_key_values)} entries, which "
-                    "cannot be used in training with activation checkpointing: disable one of them"
+                    "cannot be used in training with activation checkpointing: pass no cache, or "
+                    "disable activation checkpointing"
                 )
             return None
         if use_cache is None:
@@ -901,7 +914,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return past_key_values
 
     def _ids_of_embeds(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Return stand-in ids ``(B, L)`` for embeddings, which show where images begin and end.
+        """Return ids ``(B, L)`` that stand for embeddings and show where images begin and end.
 
         A column has the begin- or end-of-image id if its vector is the embedding of that id. All
         other columns have the id of an arbitrary text token.
@@ -933,8 +946,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
-            # FSDP2 makes a subclass in a module of torch. save_pretrained would save that module
-            # and the subclass's name, so the subclass gets the module and name of this class.
+            # FSDP2 makes a subclass that belongs to a module of torch. save_pretrained would save
+            # that module and class name, so the subclass gets those of this class.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
         add_to_mapping_names(cls, "CAUSAL_LM")  # so that a Trainer shifts labels
 
@@ -1062,7 +1075,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
-        # An unexpanded prompt has no columns for the labels of an image's tokens.
+        # In an unexpanded prompt an image has fewer columns than tokens, so no selected column that
+        # has a label may be part of an image.
         forbidden_ids = self._image_token_ids() if labels_are_selected else ()
         selection.check_fits_expansion(inputs, length, forbidden_ids)
         if output.labels is None and num_items_in_batch is not None:
@@ -1091,6 +1105,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             RuntimeError: torch.compile wraps the model. The Trainer shifts labels only for known
                 class names, and torch.compile's wrapper has another name.
         """
+        # model.compile() sets _compiled_call_impl; torch.compile(model) does not.
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
                 torch.zeros((), dtype=torch.bool),
@@ -1134,7 +1149,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
         if labels_are_selected:
             logits = output_layer(selection.select(hidden_BRD))
-            # next_token_loss shifts labels, so undo the shift by which they were selected.
+            # Column c + 1 of labels is the label that column c predicts. next_token_loss shifts its
+            # labels in the same way, so it takes the selected labels after a column of -100.
             unshifted_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
             return next_token_loss(logits, unshifted_labels, num_items_in_batch), logits
         logits = output_layer(hidden_BRD)
@@ -1192,7 +1208,7 @@ def _unshift_labels(
 
 def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
     """Pad the last dimension of attention weights with 0 to the capacity of a static cache."""
-    length = static_cache_len(cache) or 0
+    length = static_capacity(cache) or 0
     # A tensor that needs no padding is returned as it is: a copy by F.pad would not be part of the
     # loss's graph, so it would get no gradient.
     return tuple(

@@ -12,8 +12,8 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
-# transformers 4.57 copies only the files that this file imports. So it imports all files that it
-# needs, even those that its other imports import.
+# transformers 4.57 copies to its module cache only the files that this file itself imports. So this
+# file also imports the files that its imports need.
 from .configuration_chatglm import keep_our_auto_classes
 from .image_processing_chatglm import ChatGLMImageProcessor, flatten_images
 from .tokenization_chatglm import (
@@ -41,7 +41,7 @@ class ChatGLMProcessor(ProcessorMixin):
     """Processor that makes model inputs from text, conversations and images.
 
     Attributes:
-        num_image_tokens: Number of inner tokens of an image, ``(S // patch // 2) ** 2``.
+        num_image_tokens: Number of inner tokens of an image: one for each 2 x 2 patches.
         image_token, image_token_id: Text and id of the inner tokens.
     """
 
@@ -84,26 +84,26 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        # transformers' method finds the class of an audio tokenizer with a class method of cls.
-        # Call it on a subclass in which this class method refuses.
+        # transformers' method calls cls.get_possibly_dynamic_module to find the class of an audio
+        # tokenizer. Call it with a subclass in which that method raises an error.
         parent: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return parent.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
-        """Load tokenizer and image processor by our classes.
+        """Load tokenizer and image processor with our classes.
 
         Auto classes would ask again whether to trust remote code.
         """
         tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         options = {name: kwargs[name] for name in DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
-        saved = cached_file(
+        config_file = cached_file(
             pretrained_model_name_or_path,
             IMAGE_PROCESSOR_NAME,
             _raise_exceptions_for_missing_entries=False,
             **options,
         )
-        if saved is None:
+        if config_file is None:
             # The published repository has no such file, but tokenizer_config.json has the size.
             return [ChatGLMImageProcessor(size=tokenizer.image_size), tokenizer]
         image_processor = ChatGLMImageProcessor.from_pretrained(
@@ -243,13 +243,14 @@ class ChatGLMProcessor(ProcessorMixin):
         return batch if return_dict else batch["input_ids"]
 
     def _resolve_template(self, chat_template: str | None) -> str | None:
-        """Return the template that ``chat_template`` is or names, by default the processor's."""
+        """Return ``chat_template``, the template of that name, or by default the processor's."""
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
         return templates if chat_template is None else chat_template
 
     def _encode(self, text: str | list, add_special_tokens: bool) -> list[list[int]]:
+        """Return one list of ids for each text. Sequences of ids are returned as they are."""
         if isinstance(text, str) or (len(text) > 0 and isinstance(text[0], int)):
             text = [text]
         prefix = self.tokenizer.get_prefix_tokens()
@@ -280,16 +281,16 @@ class ChatGLMProcessor(ProcessorMixin):
         expanded: dict[str, list[list[int]]] = {name: [] for name in sequences}
         counts = []
         for text_index, ids in enumerate(sequences["input_ids"]):
-            original_indices, spans = self._expand_images(text_index, ids)
+            original_indices, spans = self._plan_expansion(text_index, ids)
             counts.append(len(spans))
-            columns = self._truncation_slice(text_index, len(original_indices), spans, limit)
+            remaining = self._truncation_slice(text_index, len(original_indices), spans, limit)
             for name, values in sequences.items():
                 expanded[name].append([values[text_index][i] for i in original_indices])
-            for start, end in spans:
-                inner_ids = [self.image_token_id] * (end - start - 2)
-                expanded["input_ids"][-1][start + 1 : end - 1] = inner_ids
+            for start, stop in spans:
+                inner_ids = [self.image_token_id] * (stop - start - 2)
+                expanded["input_ids"][-1][start + 1 : stop - 1] = inner_ids
             for values in expanded.values():
-                values[-1] = values[-1][columns]
+                values[-1] = values[-1][remaining]
 
         flat, passed_counts = _flatten_and_count(images)
         if len(flat) != sum(counts) or passed_counts not in (None, counts):
@@ -304,14 +305,14 @@ class ChatGLMProcessor(ProcessorMixin):
             batch.update(self.image_processor(flat, return_tensors=tensor_type, **images_kwargs))
         return batch
 
-    def _expand_images(
+    def _plan_expansion(
         self, text_index: int, ids: list[int]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Compute how to expand one sequence.
+        """Compute how to expand the images of one sequence.
 
         Returns:
-            For each expanded token the index in ``ids`` that it comes from; and for each image its
-            range ``(start, stop)`` of expanded tokens, with begin and end.
+            For each expanded token, its index in ``ids``; and for each image, the range ``(start,
+            stop)`` of its expanded tokens, with begin and end.
         """
         begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
@@ -347,7 +348,7 @@ class ChatGLMProcessor(ProcessorMixin):
     def _truncation_slice(
         self, text_index: int, length: int, spans: list[tuple[int, int]], limit: int | None
     ) -> slice:
-        """Return the columns of an expanded sequence that remain after truncation to ``limit``.
+        """Return the slice of an expanded sequence that remains after truncation to ``limit``.
 
         Raises:
             ValueError: Truncation would cut an image.
@@ -356,12 +357,12 @@ class ChatGLMProcessor(ProcessorMixin):
             return slice(None)
         on_right = self.tokenizer.truncation_side == "right"
         first, last = (0, limit) if on_right else (length - limit, length)
-        for start, end in spans:
-            if start < first or end > last:
+        for start, stop in spans:
+            if start < first or stop > last:
                 needed = spans[-1][1] if on_right else length - spans[0][0]
                 raise ValueError(
                     f"text {text_index}: truncating {length} ids to max_length {limit} would cut "
-                    f"the image at tokens {start} to {end - 1}: use a max_length of at least "
+                    f"the image at tokens {start} to {stop - 1}: use a max_length of at least "
                     f"{needed}, or leave the image out"
                 )
         return slice(first, last)
@@ -404,7 +405,8 @@ def _merge_options(
         )
     # add_special_tokens may be given twice with different values: apply_chat_template sets it, too.
     for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
-        if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
+        # An option that was not passed has its default, which is false.
+        if text_options[name] and text_options[name] != text_kwargs[name]:
             raise ValueError(
                 f"{name} was given twice, as {text_options[name]!r} and as {text_kwargs[name]!r} "
                 "in text_kwargs: give it once"
@@ -416,7 +418,7 @@ def _merge_options(
 def _flatten_and_count(images: Any) -> tuple[list, list[int] | None]:
     """Return a flat list of images, and the number of images of each text.
 
-    The latter is ``None`` if ``images`` has no list for each text.
+    The numbers are ``None`` if ``images`` is not a list with an item for each text.
     """
     if is_empty_media(images):
         return [], None

@@ -1,4 +1,4 @@
-"""Requirements of training in several processes, whatever framework started the processes."""
+"""Checks for training in several processes, independent of the framework that starts them."""
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ def must_run_on_every_process(module: nn.Module) -> bool:
     weights that are replicated (ZeRO-1, ZeRO-2, DDP) require it, too, because every process has to
     fill the same gradient buckets.
     """
+    # ZeRO-3 adds ds_status to the parameters that it shards.
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -30,7 +31,7 @@ def must_run_on_every_process(module: nn.Module) -> bool:
 def refuse_device_map_in_several_processes(model: nn.Module) -> None:
     """Raise ``ValueError`` if ``device_map`` split a model that several processes train.
 
-    Each process would use all devices of the model. Only some frameworks report this.
+    Each process would use all devices of the model. Not all frameworks report this.
     """
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None or not torch.distributed.is_available():

@@ -1,8 +1,8 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-It returns the token ids of the published tokenizer. Loading converts a folder that has only
-``tokenizer.model`` (tiktoken's file of tokens and their ranks), and ``save_pretrained`` writes
-``tokenizer.json``. As in the published code, ``apply_chat_template`` returns position ids.
+It returns the same token ids as the published tokenizer. A folder that has only ``tokenizer.model``
+(tiktoken's file of tokens and their ranks) is converted when it is loaded. ``save_pretrained``
+writes ``tokenizer.json``. As in the published code, ``apply_chat_template`` returns position ids.
 """
 
 import base64
@@ -49,7 +49,7 @@ PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # as transformers does.
 CLEAN_UP_PATTERNS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
-# Options by which tokenizers of other models change a text.
+# Options with which tokenizers of other models change a text.
 UNSUPPORTED_TEXT_OPTIONS = (
     "add_prefix_space",
     "add_bos_token",
@@ -86,12 +86,13 @@ SPLIT_PATTERN = (
     r"|\s+"
 )
 
-# The published code tokenizes a content apart from the line above it. So our tokenizer renders a
-# special character as `piece_break` and tokenizes what is before and after it separately. In other
-# code `piece_break` is undefined and renders as nothing. The generation block begins after
-# <|assistant|>, where a generation prompt ends, because the model also generates the metadata line
-# (a tool's name, or empty). Do not change the template: saved tokenizers contain it, and would then
-# be treated as having a custom template.
+# The published code tokenizes the text of a message separately from the line above it, which has
+# role and metadata. So our tokenizer passes a special character to the template as `piece_break`,
+# and tokenizes the strings before and after this character separately. Other code leaves
+# `piece_break` undefined, so that it renders as nothing. The generation block begins after
+# <|assistant|>, where a generation prompt ends, because the model also generates the metadata (a
+# tool's name, or empty). Do not change the template: saved tokenizers contain it, and a saved
+# template that differs from this one counts as a custom template.
 CHAT_TEMPLATE = r"""
 {%- macro describe(tools) %}
     {{- '<|system|>\n' }}{{ piece_break }}
@@ -157,6 +158,7 @@ CHAT_TEMPLATE = r"""
 # the caller's texts they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
+# An escaped character, and any character of a rendered text, which may be an escaped one.
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
@@ -201,9 +203,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 chat_template = None
         _refuse_unsupported_options(kwargs)
         if kwargs.get("processor_class") is not None:
-            kwargs["processor_class"] = PROCESSOR_CLASS  # whatever the file names
+            kwargs["processor_class"] = PROCESSOR_CLASS  # even if the file names another one
         if kwargs.get("backend") is not None:
-            kwargs["backend"] = "tokenizers"  # whatever the file names
+            kwargs["backend"] = "tokenizers"  # even if the file names another one
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves the list of special tokens as `extra_special_tokens`, where 4.57
@@ -251,8 +253,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
-        If the ``auto_map`` names the processor, its file is copied to ``save_directory``. If there
-        is no such file, that entry is left out. Unknown settings are logged and not saved.
+        If the ``auto_map`` names the processor, its code file is copied to ``save_directory``. If
+        this code was loaded without that file, the entry is left out. Unknown settings are logged
+        and not saved.
         """
         settings = {
             key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS
@@ -260,13 +263,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         known = SAVED_TOKENIZER_FIELDS | self.special_tokens_map.keys()
         saved_settings = keep_known_settings(settings, known, "tokenizer_config.json")
         auto_map = keep_our_auto_classes(settings.get("auto_map"), self._auto_class)
-        code = Path(__file__).with_name(PROCESSOR_FILE)
-        copy = Path(save_directory, PROCESSOR_FILE)
-        needs_code = "AutoProcessor" in auto_map and not copy.exists()
+        source = Path(__file__).with_name(PROCESSOR_FILE)
+        target = Path(save_directory, PROCESSOR_FILE)
+        needs_code = "AutoProcessor" in auto_map and not target.exists()
         if needs_code and not Path(save_directory).is_file():
-            if code.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(code, copy)
+            if source.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
             else:
                 del auto_map["AutoProcessor"]
         self.init_kwargs = saved_settings | {"auto_map": auto_map}
@@ -340,7 +343,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             raise ValueError(
                 "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
             )
-        rendering = kwargs | {
+        render_options = kwargs | {
             "tools": tools,
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -348,22 +351,23 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             "return_assistant_tokens_mask": return_assistant_tokens_mask,
         }
         if not tokenize:
-            texts, _ = self._render(conversations, None, **rendering)
+            texts, _ = self._render(conversations, None, **render_options)
             if not add_special_tokens:
                 texts = [text.removeprefix("".join(PROMPT_PREFIX)) for text in texts]
             return texts if is_batched else texts[0]
-        sequences = self.encode_chats(conversations, **rendering)
+        sequences = self.encode_chats(conversations, **render_options)
         if not add_special_tokens:
             prefix = self.get_prefix_tokens()
             starts = [
-                len(prefix) * (ids[: len(prefix)] == prefix) for ids in sequences["input_ids"]
+                len(prefix) if ids[: len(prefix)] == prefix else 0 for ids in sequences["input_ids"]
             ]
             for name, values in sequences.items():
                 sequences[name] = [x[start:] for x, start in zip(values, starts, strict=True)]
         limit = self.truncation_limit(truncation, max_length)
         if limit is not None:
-            cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
-            sequences = {name: [x[cut] for x in values] for name, values in sequences.items()}
+            on_right = self.truncation_side == "right"
+            remaining = slice(None, limit) if on_right else slice(-limit, None)
+            sequences = {name: [x[remaining] for x in values] for name, values in sequences.items()}
         images = self._collect_images(conversations, sequences["input_ids"]) if return_dict else []
         sequences["position_ids"] = [[*range(len(ids))] for ids in sequences["input_ids"]]
         encoding = self.pad_sequences(
@@ -434,7 +438,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "continue_final_message excludes add_generation_prompt and "
                 "return_assistant_tokens_mask: the final message is left open"
             )
-        # An option of transformers 5.23, which has no effect: special tokens are always escaped.
+        # This option of transformers 5.23 has no effect here: special tokens are always escaped.
         variables.pop("sanitize_control_tokens", None)
         if tools is not None:
             # Build schemas of functions before escaping, so that docstrings are escaped, too.
@@ -518,20 +522,20 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """Decode like the published tokenizer, a slow one of transformers.
+        """Decode like the published tokenizer, which is a slow tokenizer of transformers.
 
-        There are spaces around each added token. The bytes between two added tokens are decoded
-        separately.
+        By default a space separates an added token from its neighbors. The tokens between two added
+        tokens are decoded as one byte sequence.
         """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
-            special = set(self.all_special_ids)
-            ids = [token for token in ids if token not in special]
+            special_ids = set(self.all_special_ids)
+            ids = [token_id for token_id in ids if token_id not in special_ids]
         added = self.added_tokens_decoder
         pieces: list[str] = []
         for is_added, run in itertools.groupby(ids, added.__contains__):
             if is_added:
-                pieces += [str(added[token]) for token in run]
+                pieces += [str(added[token_id]) for token_id in run]
             elif text := self.backend_tokenizer.decode(list(run), skip_special_tokens=False):
                 pieces.append(text)
         text = (" " if spaces_between_special_tokens else "").join(pieces)
@@ -570,8 +574,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
         """Return the tokenizer unchanged.
 
-        transformers treats a folder that 4.57.3 to 4.57.6 saved as one with Mistral's wrong split
-        pattern, and would replace the pattern, which would change ids.
+        transformers assumes that a folder that was saved by 4.57.3 to 4.57.6 has Mistral's wrong
+        split pattern. It would replace our pattern, which would change ids.
         """
         return tokenizer
 
@@ -605,7 +609,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return self.pad(dict(sequences), padding=padding, max_length=max_length, **options)
 
     def _special_ids(self) -> dict[str, int]:
-        return {str(t): i for i, t in self.added_tokens_decoder.items() if t.special}
+        """Map the special tokens to their ids."""
+        added = self.added_tokens_decoder.items()
+        return {str(token): token_id for token_id, token in added if token.special}
 
     def _encode_rendered(
         self, rendered: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
@@ -621,17 +627,20 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         specials = self._special_ids()
         separators = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, separators)) + ")").split
+        # Even pieces are text, and odd ones are separators.
         chats = [split(text) for text in rendered]
-        # All chats are encoded by one call, because it runs on several cores.
+        # One call encodes all chats, because the tokenizer encodes a batch on several cores.
         tokenizer = self._tokenizer_without_specials()
-        # encode_batch_fast takes two thirds of the time, and returns no offsets.
+        # encode_batch_fast takes two thirds of the time of encode_batch, but returns no offsets.
         encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
         texts = [_unescape(piece) for pieces in chats for piece in pieces[::2]]
         encodings = iter(encode_all(texts, add_special_tokens=False))
 
-        def encode(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
-            def in_spans(first: int, last: int) -> int:
-                return int(any(first < end and last > start for start, end in chat_spans))
+        def join(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
+            """Return the ids and the mask of one chat."""
+
+            def in_spans(start: int, stop: int) -> int:
+                return int(any(start < span[1] and stop > span[0] for span in chat_spans))
 
             ids, mask, offset = [], [], 0
             for index, piece in enumerate(pieces):
@@ -639,10 +648,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                     encoding = next(encodings)
                     ids += encoding.ids
                     if chat_spans:
-                        # The offset in the rendered chat of each character of the unescaped piece.
-                        starts = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
-                        starts.append(offset + len(piece))
-                        mask += [in_spans(starts[a], starts[b]) for a, b in encoding.offsets]
+                        # encoding.offsets refer to the unescaped piece. For each of its characters,
+                        # find the offset in the rendered chat.
+                        offsets = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
+                        offsets.append(offset + len(piece))
+                        mask += [in_spans(offsets[i], offsets[j]) for i, j in encoding.offsets]
                     else:
                         mask += [0] * len(encoding.ids)
                 elif piece != _PIECE_BREAK:
@@ -651,7 +661,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 offset += len(piece)
             return ids, mask
 
-        return [encode(pieces, chat_spans) for pieces, chat_spans in zip(chats, spans, strict=True)]
+        return [join(pieces, chat_spans) for pieces, chat_spans in zip(chats, spans, strict=True)]
 
     def _tokenizer_without_specials(self) -> Tokenizer:
         """Return a tokenizer with this vocabulary that encodes special tokens as plain text.
@@ -671,7 +681,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
 
 def build_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Build the pre-tokenizer, which splits a text by `SPLIT_PATTERN` and maps bytes to letters."""
+    """Build the pre-tokenizer, which splits a text and maps its bytes to printable characters."""
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, to_bytes])
@@ -719,7 +729,7 @@ def convert_ranks(
         tokenizer.add_special_tokens([AddedToken(str(special), special=True, normalized=False)])
         if tokenizer.token_to_id(str(special)) != token_id:
             raise ValueError(
-                f"{special} should have id {token_id} but follows {vocab_file} as "
+                f"{special} should have id {token_id}, but after the ranks of {vocab_file} it gets "
                 f"{tokenizer.token_to_id(str(special))}: that file and added_tokens_decoder of "
                 "tokenizer_config.json belong to different tokenizers"
             )
@@ -727,6 +737,7 @@ def convert_ranks(
 
 
 def _refuse_unsupported_options(options: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ``ValueError`` if an unsupported option, whose key begins with ``prefix``, is true."""
     for name in UNSUPPORTED_TEXT_OPTIONS:
         if value := options.get(prefix + name):
             raise ValueError(
@@ -742,8 +753,8 @@ def as_conversations(conversation: Any) -> tuple[list[list], bool]:
         raise ValueError("the conversation has 0 messages: give at least 1")
     is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     conversations = conversation if is_batched else [conversation]
-    plain = [_as_dicts(getattr(messages, "messages", messages)) for messages in conversations]
-    return plain, is_batched
+    as_dicts = [_as_dicts(getattr(messages, "messages", messages)) for messages in conversations]
+    return as_dicts, is_batched
 
 
 def _as_dicts(value: Any) -> Any:
@@ -759,10 +770,10 @@ def _as_dicts(value: Any) -> Any:
     return value
 
 
-def _is_no_image(value: Any) -> bool:
-    """Return whether a message's ``image`` is a false value, which means no image."""
+def _is_image(value: Any) -> bool:
+    """Return whether the ``image`` of a message is an image; a false value means no image."""
     types_with_truth = (Sequence, Mapping, int, float, np.generic)  # arrays may have no truth value
-    return value is None or (isinstance(value, types_with_truth) and not value)
+    return value is not None and not (isinstance(value, types_with_truth) and not value)
 
 
 def is_empty_media(value: Any) -> bool:
@@ -792,15 +803,16 @@ def refuse_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> Non
 
 
 def _drop_none(message: Mapping) -> dict:
-    """Return a message without empty images and None values, which templates would print."""
+    """Return a message without None values, which templates would print, and empty images."""
     return {
         key: value
         for key, value in message.items()
-        if value is not None and not (key == "image" and _is_no_image(value))
+        if value is not None and (key != "image" or _is_image(value))
     }
 
 
 def _content_parts(message: Mapping) -> Sequence:
+    """Return the parts of a content that is a list; a content that is a text has none."""
     content = message.get("content")
     return content if isinstance(content, (list, tuple)) else ()
 
@@ -812,7 +824,7 @@ def find_images(messages: list[dict], allow_missing: bool = False) -> list:
     """
     images = []
     for index, message in enumerate(messages):
-        if not _is_no_image(message.get("image")):
+        if _is_image(message.get("image")):
             images.append(message["image"])
         for part in _content_parts(message):
             if part.get("type") not in ("image", "image_url"):
@@ -835,7 +847,7 @@ PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURC
 
 
 def _check_conversation(messages: list, is_default_template: bool) -> None:
-    """Raise ``ValueError`` for values that the template would drop or print as a type's name."""
+    """Raise ``ValueError`` for values that the template would drop, or print as a type's name."""
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
@@ -873,7 +885,7 @@ def _check_part(subject: str, part: Any) -> None:
         raise ValueError(f"{subject} has its image under {' and '.join(sources)}: give one of them")
     # An image part without an image is valid: the caller may pass the image to the processor.
     for name in sources:
-        if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
+        if not isinstance(part[name], Mapping) and not _is_image(part[name]):
             raise ValueError(
                 f"{subject} is an image, but its {name!r} is {part[name]!r}: put an image there, "
                 "or leave out the part"
@@ -896,9 +908,9 @@ def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) ->
 class _Escaper:
     """Callable that copies template inputs and escapes special tokens in their strings.
 
-    The first character of a special token is replaced by `_ESCAPE` and the decimal code point of
-    the character, which a change of case leaves as it is. An incomplete special token at the end of
-    a string is escaped, too, because a template may append the rest.
+    `_ESCAPE` and the decimal code point of the character replace the first character of a special
+    token. A template that changes the case of a text does not change digits. An incomplete special
+    token at the end of a string is escaped, too, because a template may append the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
@@ -922,8 +934,8 @@ class _Escaper:
             return self(value.item())
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        # Templates only test whether images and other objects exist. str() of an object could have
-        # special tokens, so its type's name replaces it.
+        # Templates only test whether images and other objects exist. The name of its type replaces
+        # an object, because str() of the object could contain special tokens.
         return self(f"<{type(value).__name__}>")
 
 

@@ -2,8 +2,8 @@
 
 The vision tower is a ViT with these differences: a layer normalizes the *output* of its attention
 and of its MLP before the residual addition, there is no final norm, and the embeddings of the begin
-and the end of an image are parameters of the tower. The projector (an MLP) follows a convolution,
-which outputs the language model's hidden size.
+and the end of an image are parameters of the tower. A convolution after the tower merges 2 x 2
+patches and outputs the language model's hidden size. The projector, an MLP, follows it.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class VisionOutputCollector:
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of pixels as a class token and patches, row by row, plus learned positions."""
+    """Embedding of an image: a class token, then its patches row by row, plus their positions."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -120,7 +120,8 @@ class TransformerLayer(CheckpointedLayer):
         self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
 
     def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
-        # attention_collector is empty or has one list, because a layer takes no keyword arguments.
+        # A layer takes no keyword arguments, so attention_collector is a tuple: empty, or of one
+        # list.
         x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV, *attention_collector))
         return x_NTV + self.post_attention_layernorm(self.mlp(x_NTV))
 
@@ -148,7 +149,7 @@ class Transformer(nn.Module):
 
 
 class GLU(nn.Module):
-    """The projector (an MLP) after the convolution, at the language model's hidden size."""
+    """The projector: an MLP that follows the convolution."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -165,7 +166,7 @@ class GLU(nn.Module):
 
 
 class EVA2CLIPModel(nn.Module):
-    """Encoder of pixels as the image embeddings of the language model's input."""
+    """Encoder that turns pixels into image embeddings for the language model."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -175,10 +176,12 @@ class EVA2CLIPModel(nn.Module):
         self.transformer = Transformer(config)
         self.linear_proj = GLU(config)
         self.conv = nn.Conv2d(vision.hidden_size, config.hidden_size, kernel_size=2, stride=2)
+        # The embeddings of the begin and of the end of an image.
         self.boi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.eoi = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.scaling_factor = vision.scaling_factor
-        # For a batch without images, so that every process runs the tower (and all parameters).
+        # A process whose batch has no images may have to run the tower on an image of this size, so
+        # that every process uses all parameters. 2 x 2 patches are the smallest input.
         self.dummy_image_size = 2 * vision.patch_size
 
     def forward(self, images: Tensor, collector: VisionOutputCollector | None = None) -> Tensor:

@@ -34,7 +34,8 @@ for name in sys.argv[1].split(","):
     try:
         getattr(transformers, name).from_pretrained("older " + name, trust_remote_code=True)
     except ImportError as error:
-        assert f"<99 and found {transformers.__version__}, which is too old" in str(error), error
+        message = f"<99, but {transformers.__version__} is installed, which is too old"
+        assert message in str(error), error
     else:
         raise AssertionError(name)
 
@@ -103,7 +104,7 @@ def test_untested_versions_and_another_config_of_the_same_type(tmp_path):
         with_range(saved, tmp_path / f"older {name}", "98", "99")
     with_range(saved, tmp_path / "newer", "4.57.6", "4.57.6")
     printed = run_without_package(SCRIPT, tmp_path, ",".join(CHECKED))
-    warning = f">=4.57.6,!=5.1.0,<4.57.6 and found {transformers.__version__}; if it fails"
+    warning = f">=4.57.6,!=5.1.0,<4.57.6, but {transformers.__version__} is installed; if it fails"
     assert printed.count(warning) == 1
 
     image = Image.new("RGB", (70, 50), "red")
@@ -122,6 +123,6 @@ def test_apply_refuses_untested_versions(monkeypatch):
     require_tested_transformers(transformers.__version__)
     monkeypatch.setattr(transformers, "__version__", f"{FIRST_UNTESTED_TRANSFORMERS}.0")
     before = vars(transformers.AutoModel)["from_pretrained"]
-    with pytest.raises(ImportError, match=f"<{FIRST_UNTESTED_TRANSFORMERS} and found"):
+    with pytest.raises(ImportError, match=f"<{FIRST_UNTESTED_TRANSFORMERS}, but"):
         glm4v_patched.apply()
     assert vars(transformers.AutoModel)["from_pretrained"] is before

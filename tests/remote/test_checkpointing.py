@@ -166,7 +166,7 @@ def test_a_cache_is_refused_if_filled_and_else_stays_empty():
     ids = torch.tensor([[1, 2, 3]])
     filled = model(input_ids=ids, use_cache=True).past_key_values
     model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="holds 3 entries.*disable one"):
+    with pytest.raises(ValueError, match="holds 3 entries.*pass no cache"):
         model(input_ids=ids, past_key_values=filled)
     cache = DynamicCache(config=model.config)
     output = model(**two_sequences(), past_key_values=cache, use_cache=True)

@@ -94,9 +94,10 @@ def test_transformers_older_than_tested_is_refused_and_newer_warned_of_once(monk
     for _ in range(2):
         check_transformers("5.1.0")
     (record,) = warned.records
-    assert f"{TESTED_TRANSFORMERS} and found 5.1.0; if it fails" in record.message
+    assert f"{TESTED_TRANSFORMERS}, but 5.1.0 is installed; if it fails" in record.message
     monkeypatch.setattr(transformers, "__version__", "4.57.5")
-    with pytest.raises(ImportError, match=f"{TESTED_TRANSFORMERS} and found 4.57.5, .*; install"):
+    message = f"{TESTED_TRANSFORMERS}, but 4.57.5 is installed, .*; install"
+    with pytest.raises(ImportError, match=message):
         runpy.run_path(configuration_chatglm.__file__)  # when the file is imported
     assert f'"transformers{TESTED_TRANSFORMERS}"' in (ROOT / "pyproject.toml").read_text()
 

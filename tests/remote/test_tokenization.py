@@ -80,7 +80,7 @@ def test_a_vocabulary_that_is_missing_or_anothers_is_refused(tmp_path):
         ChatGLM4Tokenizer()
     ranks = tmp_path / "tokenizer.model"
     ranks.write_text("IQ== 0\nIg== 1\n")
-    with refused(ValueError, "<sop>", "id 7", "as 2"):
+    with refused(ValueError, "<sop>", "id 7", "gets 2"):
         convert_ranks(str(ranks), {7: "<sop>"})
 
 

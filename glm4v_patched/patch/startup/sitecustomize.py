@@ -1,16 +1,16 @@
 """Post-import hooks that patch glm-4v and register framework plug-ins; see patch/run.py.
 
-Python runs this file at startup if this folder is on PYTHONPATH. If GLM4V_PATCHED is set, glm-4v is
-patched after the import of transformers, and a framework's plug-in is registered after the import
-of the module that has the framework's registry. Errors are raised from that import, because Python
-only prints the errors of a sitecustomize.py.
+Python runs this file at startup if this folder is on PYTHONPATH. If GLM4V_PATCHED is neither
+empty nor 0, glm-4v is patched after the import of transformers, and a framework's plug-in is
+registered after the import of the module that has the framework's registry. Errors are raised from
+these imports, because Python only prints the errors of a sitecustomize.py.
 """
 
 import os
 import sys
 
-# Packages that patching imports. Patching waits until none of them is partly imported: peft, for
-# example, imports transformers before it defines the classes that are patched.
+# Packages that patching imports. Patching waits until none of them is partly imported. For example,
+# peft imports transformers before it defines the class that is patched.
 PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "peft", "transformers"}
 
 # Modules of frameworks, and the module of glm4v_patched.integrations that registers its plug-in.
@@ -24,7 +24,7 @@ PLUGINS = {
 
 
 def find_module_spec(name, path):
-    """Return the spec that the other finders have for a module, or None."""
+    """Return the spec of a module from the finders of other code, or None if they have none."""
     finders = [
         f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not PostImportHook
     ]
@@ -50,7 +50,7 @@ class PostImportHook:
         """Make a module's loader patch and register after it has executed the module."""
 
         def exec_module(module):
-            del loader.exec_module
+            del loader.exec_module  # so that the loader has the method of its class again
             is_counted = name.partition(".")[0] in PACKAGES
             self.depth += is_counted
             try:
@@ -74,7 +74,7 @@ class PostImportHook:
 
             apply_from_environment()
         except Exception as error:
-            # The next import of transformers tries, and fails, again.
+            # Make the next import of transformers try to patch again, and raise the error again.
             self.must_patch = True
             sys.modules.pop("transformers", None)
             # Other code takes an ImportError as a sign that transformers is not installed.
@@ -87,8 +87,9 @@ class PostImportHook:
 
 def run_hidden_sitecustomize():
     """Run the sitecustomize.py that this one shadows; Debian and Colab have one."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    spec = find_module_spec(__name__, [path for path in sys.path if os.path.abspath(path) != own])
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    other_folders = [path for path in sys.path if os.path.abspath(path) != own_folder]
+    spec = find_module_spec(__name__, other_folders)
     if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
