@@ -206,7 +206,7 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
     import torch
     from peft.tuners.lora import LoraLayer
 
-    from ..engine.trainable import load_trainable_adapters
+    from ..engine.trainable import load_adapters
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -215,7 +215,7 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
             placeholder = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
-    adapted = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
+    adapted = load_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PEFT_PREFIX)}.weight": module
         for name, module in adapted.named_modules()

@@ -65,7 +65,7 @@ from .weight_files import (
     TensorInfo,
     keep_transformers_entries,
     read_header,
-    require_agreement,
+    require_matching_index,
     shards_of,
 )
 
@@ -119,7 +119,7 @@ PROCESSOR_CURE = (
     "place tokenizer_config.json and tokenizer.model of zai-org/glm-4v-9b"
 )
 # A Python program that converts pickled weights; weights_only refuses everything else in a pickle.
-CONVERSION = (
+PICKLE_CONVERSION = (
     "import glob, torch, safetensors.torch as s; "
     "[s.save_file({k: v.clone() for k, v in torch.load(p, 'cpu', weights_only=True).items()}, "
     "p[:-3] + 'safetensors', {'format': 'pt'}) for p in glob.glob('*model*.bin')]"
@@ -315,7 +315,9 @@ def find_weight_files(folder: Path) -> WeightFiles:
     if not names:
         if not any(folder.glob("*model*.bin")):
             raise ValueError(NO_WEIGHTS_PROBLEM)
-        command = f"cd {shlex.quote(str(folder))} && {shlex.join(['python', '-c', CONVERSION])}"
+        command = (
+            f"cd {shlex.quote(str(folder))} && {shlex.join(['python', '-c', PICKLE_CONVERSION])}"
+        )
         raise ValueError(
             "its weights are pickles (*.bin), which are not read, because a pickle may run code; "
             f"this command writes them as safetensors, without running any: {command}"
@@ -328,7 +330,7 @@ def find_weight_files(folder: Path) -> WeightFiles:
     index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
     if is_standard:
         index = read_json_object(folder / WEIGHTS_INDEX)
-    require_agreement(index["weight_map"], headers)
+    require_matching_index(index["weight_map"], headers)
     return WeightFiles({name: folder / name for name in names}, tensors, index)
 
 
@@ -427,7 +429,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
         except ValueError as error:
             raise ValueError(str(error).replace(str(partial), str(folder))) from None
         copies = link_or_copy(model.weights.paths, partial)
-    return _describe(folder, out, model, copies)
+    return _make_report(folder, out, model, copies)
 
 
 def _check_model(folder: Path) -> CheckedModel:
@@ -474,7 +476,7 @@ def _check_model(folder: Path) -> CheckedModel:
     return CheckedModel(config, contents, weights, left_out)
 
 
-def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
+def _make_report(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
     """Return the lines that the command prints."""
     config, weights = model.config, model.weights
     model_kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"

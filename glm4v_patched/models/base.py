@@ -190,7 +190,7 @@ def require_recorded_base(base: ModelSource) -> None:
 
 
 @contextmanager
-def naming_hub_errors(subject: str) -> Iterator[None]:
+def explain_hub_errors(subject: str) -> Iterator[None]:
     """Raise any error of the Hub's client as a ``ValueError`` that begins with ``subject``.
 
     The client raises errors of any kind for files of other people that it does not expect.
@@ -214,7 +214,7 @@ def pin_revision(base: ModelSource) -> ModelSource:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with naming_hub_errors(f"{base.model} is not a local folder, and"):
+    with explain_hub_errors(f"{base.model} is not a local folder, and"):
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
         commit, has_adapters = config.parent.name, False
         # There is no such file, or the machine is offline and the file is not in the cache.

@@ -15,13 +15,13 @@ from typing import Any
 from ..engine.options import part_of_parameter, trained_parts
 from ..patch.config_json import read_json_object, why_not_glm4v
 from ..terminal_text import listed
-from .base import naming_hub_errors
+from .base import explain_hub_errors
 from .weight_files import (
     SINGLE_FILE,
     WEIGHTS_INDEX,
     TensorInfo,
     check_index,
-    require_agreement,
+    require_matching_index,
     shards_of,
     tensors_of,
 )
@@ -35,7 +35,7 @@ NO_WEIGHTS_PROBLEM = (
     "Pickled weights (*.bin) are not read: save the model again with save_pretrained of "
     "transformers"
 )
-DECODER_PREFIX = "transformer."  # begins the names of all weights of GLM4VForCausalLM
+BASE_MODEL_PREFIX = "transformer."  # begins the names of all weights of GLM4VForCausalLM
 
 
 def find_model_folder_problem(folder: Path) -> str | None:
@@ -236,8 +236,10 @@ def _compare_weights(
 ) -> tuple[list[str], list[str], list[str]]:
     """Return the names of weights that are missing, unexpected, and of another shape."""
     # If the decoder was saved alone, names have no prefix, and transformers adds it.
-    if not expected.keys() & present and any(DECODER_PREFIX + name in expected for name in present):
-        present = {DECODER_PREFIX + name: info for name, info in present.items()}
+    if not expected.keys() & present and any(
+        BASE_MODEL_PREFIX + name in expected for name in present
+    ):
+        present = {BASE_MODEL_PREFIX + name: info for name, info in present.items()}
     present = {n: info for n, info in present.items() if not n.endswith(COMPUTED_BUFFER_SUFFIX)}
     # A quantized weight is stored in pieces, such as .weight.absmax, .weight_packed or .qweight.
     modules_with_tensors = {
@@ -278,12 +280,12 @@ def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
             return tensors_of(cached)
-    with naming_hub_errors(f"the weights of {model}"):
+    with explain_hub_errors(f"the weights of {model}"):
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
     headers = {n: tensors_of_hub_file(file) for n, file in metadata.files_metadata.items()}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
-        require_agreement(check_index(index), headers)
+        require_matching_index(check_index(index), headers)
     return {name: info for tensors in headers.values() for name, info in tensors.items()}
 
 

@@ -11,7 +11,7 @@ from .base import (
     ADAPTER_WEIGHTS,
     ModelSource,
     base_of_adapters,
-    naming_hub_errors,
+    explain_hub_errors,
     pin_revision,
     require_recorded_base,
 )
@@ -65,9 +65,9 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         require_recorded_base(base)
         require_complete_model(base.model, base.revision)
         if base.adapters is not None:
-            from .limits import require_adapters  # imports peft
+            from .limits import require_valid_adapters  # imports peft
 
-            require_adapters(base)
+            require_valid_adapters(base)
         else:
             note_cogagent_assumptions(base)
     if method := quantized_by(base.model, base.revision):
@@ -159,7 +159,7 @@ def adapters_of_hub(name: str, revision: str | None) -> Path | None:
         raise ValueError(problem) from None
     except (OSError, ValueError, HfHubHTTPError):  # no such file, no such id, no response
         return None
-    with naming_hub_errors(f"the adapters {name}"):
+    with explain_hub_errors(f"the adapters {name}"):
         return Path(
             snapshot_download(name, revision=config.parent.name, allow_patterns=ADAPTER_FILES)
         )

@@ -122,7 +122,7 @@ class LimitedTemplate:
         raise ValueError(self.error)
 
 
-def require_settings(location: str, revision: str) -> None:
+def require_processor_files(location: str, revision: str) -> None:
     """Check the tokenizer and processor files of a folder or Hub id.
 
     Raises:
@@ -137,7 +137,7 @@ def require_settings(location: str, revision: str) -> None:
         folder = Path(snapshot_download(location, revision=revision, allow_patterns=patterns))
     for name in PROCESSOR_JSON_FILES:
         if (path := folder / name).exists():
-            _require_setting(path, path.stat().st_mtime_ns)
+            _require_processor_json(path, path.stat().st_mtime_ns)
     templates = (path for pattern in TEMPLATE_FILES for path in folder.glob(pattern))
     for path in templates:
         try:
@@ -152,7 +152,7 @@ def require_settings(location: str, revision: str) -> None:
 
 
 @lru_cache
-def _require_setting(path: Path, mtime_ns: int) -> None:
+def _require_processor_json(path: Path, mtime_ns: int) -> None:
     """Check one file. The result is cached by ``mtime_ns``: reading a vocabulary takes a second."""
     values = read_json_object(path)
     if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
@@ -206,7 +206,7 @@ def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
         )
 
 
-def require_adapters(base: ModelSource) -> None:
+def require_valid_adapters(base: ModelSource) -> None:
     """Check adapters before peft loads them, on a model on the meta device, without memory.
 
     peft would make layers of any rank that the config names.

@@ -16,14 +16,14 @@ from ..engine.implementations import ModelUsage, use_implementations
 from ..engine.memory_plan import count_parameters
 from ..engine.options import choose_precision
 from ..engine.ram import free_ram
-from ..engine.trainable import load_trainable_adapters, quantization_options
+from ..engine.trainable import load_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import format_bytes, show_progress
 from .base import ModelSource
 from .check_weights import quantized_by
-from .limits import LimitedTemplate, require_settings, require_short_tokens
+from .limits import LimitedTemplate, require_processor_files, require_short_tokens
 
 
 class LoadedModel(NamedTuple):
@@ -92,7 +92,7 @@ def build_on_device(
         options = {"device_map": {"": torch.device(device)}}
     model = build(**options)
     if adapters is not None:
-        model = load_trainable_adapters(model, adapters)
+        model = load_adapters(model, adapters)
     use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
     # use_implementations moved the fp8 layers, so that the GPU never stores all of them in bf16.
     if weights == "fp8":
@@ -155,7 +155,7 @@ def load_processor(base: ModelSource) -> ChatGLMProcessor:
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
         location, revision = str(base.adapters), "main"
     try:
-        require_settings(location, revision)
+        require_processor_files(location, revision)
         processor = ChatGLMProcessor.from_pretrained(location, revision=revision)
         require_short_tokens(location, processor.tokenizer.added_tokens_decoder.values())
         processor.tokenizer.render_template = LimitedTemplate(location)

@@ -34,7 +34,7 @@ class Placement:
     local_processes: int | None = None
 
     @property
-    def share(self) -> float:
+    def local_share(self) -> float:
         """The fraction of all processes that run on this machine."""
         return (self.local_processes or self.processes) / self.processes
 

@@ -129,11 +129,13 @@ def tensors_of(folder: Path) -> dict[str, TensorInfo]:
     shards = shards_of(folder)
     headers = {shard: read_header(folder / shard) for shard in shards}
     if SINGLE_FILE not in shards and shards:  # a single file is read without an index
-        require_agreement(check_index(read_json_object(folder / WEIGHTS_INDEX)), headers)
+        require_matching_index(check_index(read_json_object(folder / WEIGHTS_INDEX)), headers)
     return {name: info for tensors in headers.values() for name, info in tensors.items()}
 
 
-def require_agreement(weight_map: Mapping[str, str], headers: Mapping[str, Iterable[str]]) -> None:
+def require_matching_index(
+    weight_map: Mapping[str, str], headers: Mapping[str, Iterable[str]]
+) -> None:
     """Raise ``ValueError`` unless an index names the right file for each tensor."""
     present = {(name, shard) for shard, names in headers.items() for name in names}
     if wrong := sorted(present ^ {*weight_map.items()}):
