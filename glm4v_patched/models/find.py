@@ -1,4 +1,4 @@
-"""Find the model to load. Importing this needs no torch, so that mistakes are reported at once."""
+"""Find the model to load. Needs no torch: a user's mistakes are reported before its slow import."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ ADAPTER_FILES += ["*processor*.json", "tokenizer.model", "chat_template.jinja"]
 
 
 def find_model_problem(model: str) -> str | None:
-    """Return why a folder or Hub id cannot be that of a model or adapters, or None if it can."""
+    """Return why ``model`` is no folder or Hub id of a model or adapters; None if it may be one."""
     if os.path.isdir(model):
         return find_model_folder_problem(Path(model))
     expected = "expected a folder, or an id of the Hub such as zai-org/glm-4v-9b"
@@ -47,12 +47,13 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         name: A folder or Hub id, of a model or of adapters.
         revision: The revision of a Hub id; for a folder of adapters, the revision of their model on
             the Hub.
-        weights: How the weights will be quantized: one of :data:`quantized_weights.WEIGHT_FORMATS`;
-            None keeps them as saved.
+        weights: One of :data:`quantized_weights.WEIGHT_FORMATS`, if the weights will be quantized;
+            None if they stay as they were saved.
 
     Raises:
-        ValueError: The model is missing, incomplete or not a glm-4v; the model under its adapters
-            has changed; it was saved quantized and ``weights`` is set; or the Hub does not respond.
+        ValueError: The model is missing, incomplete or not a glm-4v; it has changed since adapters
+            were trained on it; it was saved quantized and ``weights`` is not None; or the Hub does
+            not respond.
         RuntimeError: A package is missing.
     """
     if problem := find_model_problem(name):
@@ -82,9 +83,9 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
 
 
 def note_cogagent_assumptions(base: ModelSource) -> None:
-    """Print what this package assumes of a cogagent-9b, unless it has saved the model itself.
+    """Print what this package assumes about cogagent-9b, if the model is a cogagent-9b.
 
-    A model that it has saved names our class in its config.
+    Nothing is printed if this package has saved the model, so that its config names our class.
     """
     from ..remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 
@@ -95,17 +96,17 @@ def note_cogagent_assumptions(base: ModelSource) -> None:
 
 
 def print_cogagent_assumptions(model: str) -> None:
-    """Print what this package assumes of a cogagent-9b."""
+    """Print what this package assumes about cogagent-9b."""
     line = (
-        f"{model} rotates by halves, as cogagent-9b does. Its published code was not read for this "
-        "package: the tokens of an image are taken to share one position id, as in glm-4v-9b. "
-        "`glm4v-patched compare FOLDER` tests this on your download"
+        f"{model} has the rotary embedding of cogagent-9b (rotated halves). We have not read the "
+        "published code of cogagent-9b. We assume that the tokens of an image share one position "
+        "id, as in glm-4v-9b. `glm4v-patched compare FOLDER` tests this on your download"
     )
     write_line(printable(line), file=sys.stderr)
 
 
 def require_known_quantizer(model: str, method: str | None) -> None:
-    """Raise ``ValueError`` unless transformers loads a model that was saved with this method."""
+    """Raise ``ValueError`` unless transformers can load weights quantized by this method."""
     if method not in QUANTIZER_PACKAGES:
         raise ValueError(
             f"{model}: config.json: quantization_config has quant_method {method!r:.60}; "
@@ -114,7 +115,7 @@ def require_known_quantizer(model: str, method: str | None) -> None:
 
 
 def _find_base(name: str, revision: str | None) -> ModelSource:
-    """Return a model, or adapters with the model that they were trained on."""
+    """Return the source for a folder or Hub id of a model, or of adapters of a model."""
     downloaded = adapters_of_hub(name, revision)
     folder = downloaded or Path(name)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -132,15 +133,15 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
                 "FOLDER)"
             )
         raise ValueError(f"{name} contains adapters of the model {base.model}: {problem}; {cure}")
-    require_packages("lora_lm")
+    require_packages("lora_lm")  # peft
     return base
 
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
-    """Return the folder in the Hub's cache that has the adapters of a Hub id.
+    """Return the folder in the Hub's cache that contains the adapters of a Hub id.
 
-    They are downloaded if needed. Return None for a local folder, and if no adapters are found;
-    :func:`pin_revision` reports errors later.
+    The adapters are downloaded if needed. If ``name`` is a local folder, or if the Hub has no
+    adapters of this id, return None. :func:`pin_revision` reports other errors later.
 
     Raises:
         ValueError: The Hub does not respond, and the cache has no config of this id.

@@ -44,20 +44,20 @@ def load_with_processor(
 
     Args:
         base: From :func:`find.find_source`.
-        device: As in torch. Weights are loaded directly to a GPU.
-        weights: How to quantize the weights of the layers: one of
-            :data:`quantized_weights.WEIGHT_FORMATS`, or None to keep them as saved. Projector,
-            embeddings and output layer are never quantized. For fp8 the model is loaded to CPU
-            memory first, and the GPU never stores it in full.
+        device: A device of torch, by its name. Weights are loaded directly to a GPU.
+        weights: One of :data:`quantized_weights.WEIGHT_FORMATS`, to which the weights of the layers
+            are quantized, or None to keep them as saved. Projector, embeddings and output layer are
+            never quantized. For fp8, the model is loaded to CPU memory first, so that the GPU never
+            contains all weights in bf16.
         verbose: Print a line while loading.
-        dtype: Name of a dtype of torch; "auto" is the one that the model was saved in.
+        dtype: Name of a dtype of torch; "auto" is the dtype in which the model was saved.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
             "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
             "To use the CPU: --device cpu"
         )
-    if os.path.isdir(base.model):  # the progress bar of a download shows more than our line
+    if os.path.isdir(base.model):  # for a download, transformers' progress bar says more than ours
         disable_progress_bar()
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": dtype}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
@@ -69,10 +69,10 @@ def load_with_processor(
 def build_on_device(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
-    """Return a model on a device.
+    """Build a model on a device, quantize it, and set the implementations for inference.
 
     Args:
-        build: Function that takes further options of ``from_pretrained`` and returns the model: a
+        build: Called with further options of ``from_pretrained``; returns the model. It is a
             partial of ``from_pretrained``, or of :func:`trainable.build_random_model`.
         weights: As for :func:`load_with_processor`.
         adapters: Folder of adapters to load on the model.
@@ -94,18 +94,18 @@ def build_on_device(
     if adapters is not None:
         model = load_adapters(model, adapters)
     use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
-    # use_implementations moved the fp8 layers, so that the GPU never stores all of them in bf16.
     if weights == "fp8":
+        # use_implementations has moved the layers that it quantized. Here the rest is moved.
         model.to(torch.device(device))
     return model
 
 
 def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
-    """Return the dtype that answers are computed in on a CPU, and why if ``dtype`` is "auto".
+    """Return the dtype for inference on a CPU, and the reason for it if ``dtype`` is "auto".
 
     On a CPU without instructions for bf16, prompts take several times as long in 16 bits as in
-    fp32; generated tokens take equally long. A model that was saved quantized, in fp32 or without
-    its dtype in the config remains as it was saved.
+    fp32; generated tokens take equally long. "auto" does not convert a model that was saved
+    quantized or in fp32, or whose config has no dtype.
 
     Args:
         dtype: Name of a dtype of torch, or "auto".
@@ -136,12 +136,12 @@ def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str
 
 
 def _is_not_cast_warning(record: logging.LogRecord) -> bool:
-    """Return False for the warning of LLM.int8, in each matmul, that it casts bf16 to fp16."""
+    """Return False for the warning that LLM.int8 logs in each matmul: it casts bf16 to fp16."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 def load_model_config(base: ModelSource) -> ChatGLMConfig:
-    """Return the config of the model, without or with adapters."""
+    """Return the config of the model; adapters have none of their own."""
     return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
 
 
@@ -149,7 +149,7 @@ def load_processor(base: ModelSource) -> ChatGLMProcessor:
     """Return the processor saved with the adapters, or else the model's.
 
     Raises:
-        ValueError: A file of the processor cannot be read, or its chat template cannot be rendered.
+        ValueError: A file of the processor cannot be read, or the chat template fails.
     """
     location, revision = str(base.model), base.revision or "main"
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
@@ -159,11 +159,11 @@ def load_processor(base: ModelSource) -> ChatGLMProcessor:
         processor = ChatGLMProcessor.from_pretrained(location, revision=revision)
         require_short_tokens(location, processor.tokenizer.added_tokens_decoder.values())
         processor.tokenizer.render_template = LimitedTemplate(location)
-        # Render the chat template once, because its errors appear only then.
+        # Render the chat template once: errors in it are raised only then.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateError:
-        return processor  # the template refuses this conversation, but works
-    except Exception as error:  # transformers raises any kind, and rarely names the file
+        return processor  # the template works, and refuses this conversation on purpose
+    except Exception as error:  # transformers raises errors of any class, which name no file
         if isinstance(error, ValueError) and str(error).startswith(location):
             raise
         problem = f"{location}: its tokenizer or processor cannot be read"

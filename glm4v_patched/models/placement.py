@@ -1,4 +1,4 @@
-"""Placement of processes: each on its own GPU, or all on the CPU. Needs no torch."""
+"""Placement of training processes: one GPU for each, or the CPU for all. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -302,7 +302,7 @@ ADAPTERS = {
     "alpha_pattern": ({"*": 4}, "is not a valid regular expression"),
     "layers_pattern": (["(("], "is not a valid regular expression"),
     "modules_to_save": (["(.*)*(.*)*(.*)*!"], "took more than 0.2"),
-    "r": (10**9, r"\[4, 128\] in .*, and \[1000000000, 128\] by adapter_config.json"),
+    "r": (10**9, r"\[4, 128\] in .*, and \[1000000000, 128\] according to adapter_config.json"),
     "lora_dropout": (2, "peft cannot make its adapters: dropout probability"),
 }
 
