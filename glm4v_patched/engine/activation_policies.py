@@ -38,8 +38,8 @@ class Policy:
     Attributes:
         saves: Fields of :class:`LayerSizes` that are saved.
         recomputes: Fields of :class:`LayerSizes` that are computed again in backward.
-        max_saved_width: For selective checkpointing: the most output channels with which the output
-            of a linear layer is saved, in multiples of the hidden size. None for the policies
+        max_saved_width: For selective checkpointing: the output of a linear layer is saved if its
+            number of channels is at most this multiple of the hidden size. None for the policies
             "none" and "full".
     """
 

@@ -147,8 +147,8 @@ class EngineSection:
     )
     fp8: bool = option(
         False,
-        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer), the rest as in bf16: "
-        "faster, with coarser rounding. Saved weights are bf16 as without it.",
+        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer), all else in bf16: "
+        "faster, with coarser rounding. Weights are saved in bf16.",
         strict=True,
     )
     tower: str = option(
@@ -173,7 +173,7 @@ class EngineSection:
     )
     memory_limit: float | None = option(
         None,
-        "GiB that torch may allocate on a GPU that others use, too; null: all that is free.",
+        "GiB that torch may allocate on a GPU that other programs use, too; null: all free memory.",
         ge=1,
         le=1e6,
         strict=True,
@@ -225,7 +225,7 @@ class EngineOptions(EngineSection):
     def stores_fp8(self) -> bool:
         """Whether frozen weights are stored in fp8.
 
-        They are only under LoRA, which saves the adapters and not these weights. They are not with
+        They are stored in fp8 only under LoRA, whose checkpoints do not contain them, and not with
         hpZ (a second copy of the shards within a machine), because DeepSpeed gathers this copy in
         one dtype at a time.
         """

@@ -110,6 +110,7 @@ TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat
     *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
 }
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
+# Keys of config.json that are ids of tokens, and these tokens.
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
 DISK_CURE = ", or give a folder elsewhere as --out"
@@ -314,7 +315,7 @@ def find_weight_files(folder: Path) -> WeightFiles:
         ValueError: There are none, or they contradict each other or their index.
     """
     names = shards_of(folder)
-    is_standard = bool(names)
+    has_standard_names = bool(names)  # those that transformers looks for
     names = names or sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         if not any(folder.glob("*model*.bin")):
@@ -329,10 +330,10 @@ def find_weight_files(folder: Path) -> WeightFiles:
     headers = {name: read_header(folder / name) for name in names}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}
     tensors = {tensor: info for header in headers.values() for tensor, info in header.items()}
-    if names == [SINGLE_FILE] or (len(names) == 1 and not is_standard):
+    if names == [SINGLE_FILE] or (len(names) == 1 and not has_standard_names):
         return WeightFiles({SINGLE_FILE: folder / names[0]}, tensors, None)
     index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
-    if is_standard:
+    if has_standard_names:
         index = read_json_object(folder / WEIGHTS_INDEX)
     require_matching_index(index["weight_map"], headers)
     return WeightFiles({name: folder / name for name in names}, tensors, index)

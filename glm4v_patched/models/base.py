@@ -74,15 +74,15 @@ class ModelSource:
     adapters: Path | None = None
 
 
-def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
+def folders_of(source: ModelSource) -> list[tuple[str, str | Path]]:
     """Return ``(description, path)`` of a source's folders, for :func:`paths.require_apart`."""
-    folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
-    if base.adapters is not None:
-        folders.append(("the adapters' folder", base.adapters))
+    folders: list[tuple[str, str | Path]] = [("the model's folder", source.model)]
+    if source.adapters is not None:
+        folders.append(("the adapters' folder", source.adapters))
     return folders
 
 
-def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
+def source_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
     """Return the adapters in a folder, together with the model that they were trained on.
 
     Args:
@@ -98,11 +98,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
             "another folder"
         )
     config = read_json_object(folder / ADAPTER_CONFIG)
-    kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
-    if kind != "LORA" or not isinstance(model, str) or not model:
+    peft_type, model = config.get("peft_type"), config.get("base_model_name_or_path")
+    if peft_type != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
-            f"{model!r}; expected LORA, and the path or id of the model under the adapters"
+            f"{folder / ADAPTER_CONFIG}: peft_type is {peft_type!r} and base_model_name_or_path is "
+            f"{model!r}; expected LORA, and the path or Hub id of the base model"
         )
     if megatron := config.get("megatron_config"):
         raise ValueError(
@@ -172,12 +172,12 @@ def read_training_report(folder: Path) -> dict:
         return {}
 
 
-def require_recorded_base(base: ModelSource) -> None:
-    """Raise ``ValueError`` if the model under adapters has changed since they were trained."""
-    if base.adapters is None:
+def require_recorded_base(source: ModelSource) -> None:
+    """Raise ``ValueError`` if the base model of adapters has changed since they were trained."""
+    if source.adapters is None:
         return
-    recorded = read_training_report(base.adapters).get("base")
-    current = identify(replace(base, adapters=None))
+    recorded = read_training_report(source.adapters).get("base")
+    current = identify(replace(source, adapters=None))
     if isinstance(recorded, dict) and recorded != current:
         files = sorted(recorded.keys() | current)
         lines = [
@@ -186,8 +186,8 @@ def require_recorded_base(base: ModelSource) -> None:
             if recorded.get(file) != current.get(file)
         ]
         raise ValueError(
-            f"{base.model} has changed since the adapters in {base.adapters} were trained on it; "
-            f"restore it, or train new adapters on this one\n  " + "\n  ".join(lines)
+            f"{source.model} has changed since the adapters in {source.adapters} were trained on "
+            "it; restore it, or train new adapters on this one\n  " + "\n  ".join(lines)
         )
 
 
@@ -203,7 +203,7 @@ def explain_hub_errors(subject: str) -> Iterator[None]:
         raise ValueError(f"{subject} cannot be loaded from the Hub: {error}") from None
 
 
-def pin_revision(base: ModelSource) -> ModelSource:
+def pin_revision(source: ModelSource) -> ModelSource:
     """Return the source with the current commit of its model on the Hub.
 
     With the commit, all processes and later runs load the same files. If the model is a local
@@ -212,44 +212,44 @@ def pin_revision(base: ModelSource) -> ModelSource:
     Raises:
         ValueError: There is no such model, it contains adapters, or the Hub does not respond.
     """
-    if Path(base.model).is_dir():
-        return base
+    if Path(source.model).is_dir():
+        return source
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with explain_hub_errors(f"{base.model} is not a local folder, and"):
-        config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
+    with explain_hub_errors(f"{source.model} is not a local folder, and"):
+        config = Path(hf_hub_download(source.model, "config.json", revision=source.revision))
         commit, has_adapters = config.parent.name, False
         # These errors mean: there is no such file, or the machine is offline and the file is not in
         # the cache.
         with suppress(EntryNotFoundError, LocalEntryNotFoundError):
-            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
+            hf_hub_download(source.model, ADAPTER_CONFIG, revision=commit)
             has_adapters = True  # transformers would silently load them
     if has_adapters:
         raise ValueError(
-            f"{base.model} on the Hub contains adapters; download them and use their folder: "
-            f"hf download {base.model} --local-dir FOLDER"
+            f"{source.model} on the Hub contains adapters; download them and use their folder: "
+            f"hf download {source.model} --local-dir FOLDER"
         )
-    if base.adapters is not None:
-        _require_glm4v(config.parent, base.adapters)
-    return replace(base, revision=commit)
+    if source.adapters is not None:
+        _require_glm4v(config.parent, source.adapters)
+    return replace(source, revision=commit)
 
 
-def identify(base: ModelSource) -> dict[str, str]:
+def identify(source: ModelSource) -> dict[str, str]:
     """Return digests of the files of a model and its adapters, by name.
 
     For a model on the Hub, return its commit in place of digests.
     """
     digests = {}
-    folder = Path(base.model)
+    folder = Path(source.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
             digests[path.name] = digest_file(path)
     else:
-        digests["model on the Hub"] = f"{base.model} at {base.revision}"
-    if base.adapters is not None:
+        digests["model on the Hub"] = f"{source.model} at {source.revision}"
+    if source.adapters is not None:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            digests[f"adapters: {name}"] = digest_file(base.adapters / name)
+            digests[f"adapters: {name}"] = digest_file(source.adapters / name)
     return digests
 
 

@@ -10,10 +10,10 @@ from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ModelSource,
-    base_of_adapters,
     explain_hub_errors,
     pin_revision,
     require_recorded_base,
+    source_of_adapters,
 )
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
@@ -23,7 +23,7 @@ ADAPTER_FILES += ["*processor*.json", "tokenizer.model", "chat_template.jinja"]
 
 
 def find_model_problem(model: str) -> str | None:
-    """Return why ``model`` is no folder or Hub id of a model or adapters; None if it may be one."""
+    """Return why ``model`` cannot be the folder or Hub id of a model or of adapters, or None."""
     if os.path.isdir(model):
         return find_model_folder_problem(Path(model))
     expected = "expected a folder, or an id of the Hub such as zai-org/glm-4v-9b"
@@ -58,41 +58,41 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     """
     if problem := find_model_problem(name):
         raise ValueError(f"{name}: {problem}")
-    base = _find_base(name, revision)
+    source = _resolve_source(name, revision)
     if weights is not None:
         require_packages(weights, f"--weights {weights}")
     with show_progress(f"checking {printable(name)}"):  # imports transformers and reads files
-        base = pin_revision(base)
-        require_recorded_base(base)
-        require_complete_model(base.model, base.revision)
-        if base.adapters is not None:
+        source = pin_revision(source)
+        require_recorded_base(source)
+        require_complete_model(source.model, source.revision)
+        if source.adapters is not None:
             from .limits import require_valid_adapters  # imports peft
 
-            require_valid_adapters(base)
+            require_valid_adapters(source)
         else:
-            note_cogagent_assumptions(base)
-    if method := quantized_by(base.model, base.revision):
+            note_cogagent_assumptions(source)
+    if method := quantized_by(source.model, source.revision):
         if weights is not None:
             raise ValueError(
-                f"--weights {weights}: {base.model} was saved quantized by {method}; remove "
+                f"--weights {weights}: {source.model} was saved quantized by {method}; remove "
                 "--weights"
             )
-        require_known_quantizer(base.model, method)
-        require_packages(method, f"{base.model}, which was saved quantized by {method},")
-    return base
+        require_known_quantizer(source.model, method)
+        require_packages(method, f"{source.model}, which was saved quantized by {method},")
+    return source
 
 
-def note_cogagent_assumptions(base: ModelSource) -> None:
+def note_cogagent_assumptions(source: ModelSource) -> None:
     """Print what this package assumes about cogagent-9b, if the model is a cogagent-9b.
 
     Nothing is printed if this package has saved the model, so that its config names our class.
     """
     from ..remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    config = ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
     our_class = AUTO_MAP["AutoModelForCausalLM"].rpartition(".")[2]
     if not config.original_rope and our_class not in (config.architectures or ()):
-        print_cogagent_assumptions(base.model)
+        print_cogagent_assumptions(source.model)
 
 
 def print_cogagent_assumptions(model: str) -> None:
@@ -114,7 +114,7 @@ def require_known_quantizer(model: str, method: str | None) -> None:
         )
 
 
-def _find_base(name: str, revision: str | None) -> ModelSource:
+def _resolve_source(name: str, revision: str | None) -> ModelSource:
     """Return the source for a folder or Hub id of a model, or of adapters of a model."""
     downloaded = adapters_of_hub(name, revision)
     folder = downloaded or Path(name)
@@ -122,8 +122,8 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
         if revision is not None and folder.is_dir():
             raise ValueError(f"--revision {revision}: {name} is a folder, and has no revisions")
         return ModelSource(name, revision)
-    base = base_of_adapters(folder, revision if downloaded is None else None)
-    if problem := find_model_problem(base.model):
+    source = source_of_adapters(folder, revision if downloaded is None else None)
+    if problem := find_model_problem(source.model):
         key = "base_model_name_or_path"
         cure = f"if it was moved, write its path as {key} in {folder / ADAPTER_CONFIG}"
         if downloaded is not None:
@@ -132,9 +132,9 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
                 f"write it as {key} in a copy of the adapters (hf download {name} --local-dir "
                 "FOLDER)"
             )
-        raise ValueError(f"{name} contains adapters of the model {base.model}: {problem}; {cure}")
+        raise ValueError(f"{name} contains adapters of the model {source.model}: {problem}; {cure}")
     require_packages("lora_lm")  # peft
-    return base
+    return source
 
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:

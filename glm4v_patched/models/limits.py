@@ -23,8 +23,8 @@ from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
 from .limited_process import LIMITED_PROCESS, LimitExceeded, TaskFailed
 from .weight_files import read_header
 
-# JSON files that transformers reads by itself, except config.json, which is checked with the
-# weights.
+# JSON files that transformers reads to load tokenizer and processor. It also reads config.json,
+# which check_weights.py checks.
 PROCESSOR_JSON_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
 PROCESSOR_JSON_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
 PROCESSOR_JSON_FILES += ["tokenizer_config.json"]
@@ -58,8 +58,8 @@ def _are_tokens_by_id(values: Any) -> bool:
 
 TOKEN_CHECK = (lambda value: value is None or _is_token(value), "a token as text or as an object")
 SIDE_CHECK = (lambda value: value in ("left", "right"), "left or right")
-# Checks of the tokenizer's settings. For invalid values, transformers raises errors of any class,
-# sometimes only when the first text is encoded.
+# Checks of the tokenizer's settings (check_setting_types). Without them, transformers raises errors
+# of any class for invalid values, sometimes only when the first text is encoded.
 TOKENIZER_SETTINGS: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
     "clean_up_tokenization_spaces": "optional_flag",
@@ -214,7 +214,7 @@ def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
         )
 
 
-def require_valid_adapters(base: ModelSource) -> None:
+def require_valid_adapters(source: ModelSource) -> None:
     """Check adapters before peft loads them.
 
     peft would allocate layers of any rank that the config names. So peft makes the adapters on the
@@ -224,7 +224,7 @@ def require_valid_adapters(base: ModelSource) -> None:
         ValueError: A pattern of the config takes too long, peft cannot make the adapters, or their
             weights do not match the config.
     """
-    if base.adapters is None:
+    if source.adapters is None:
         return
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -232,18 +232,18 @@ def require_valid_adapters(base: ModelSource) -> None:
     from ..remote.configuration_chatglm import ChatGLMConfig
     from ..remote.modeling_chatglm import GLM4VForCausalLM
 
-    path = base.adapters / ADAPTER_CONFIG
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    path = source.adapters / ADAPTER_CONFIG
+    config = ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
     with torch.device("meta"):
         model = GLM4VForCausalLM(config)
     _require_quick_patterns(path, [name for name, _ in model.named_modules()])
-    tensors = read_header(base.adapters / ADAPTER_WEIGHTS)
+    tensors = read_header(source.adapters / ADAPTER_WEIGHTS)
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             # peft warns about its own use of transformers, and about missing names.
             warnings.simplefilter("ignore")
-            settings = LoraConfig.from_pretrained(str(base.adapters))
+            settings = LoraConfig.from_pretrained(str(source.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -258,8 +258,8 @@ def require_valid_adapters(base: ModelSource) -> None:
         problem = f"{name} is {present.get(name, 'missing')} in {ADAPTER_WEIGHTS}, and "
         problem += f"{expected[name]} according to {ADAPTER_CONFIG}"
         raise ValueError(
-            f"{base.adapters}: {len(mismatched)} of {len(expected)} weights do not match "
-            f"{ADAPTER_CONFIG} on {base.model}: {problem}; expected the settings with which they "
+            f"{source.adapters}: {len(mismatched)} of {len(expected)} weights do not match "
+            f"{ADAPTER_CONFIG} on {source.model}: {problem}; expected the settings with which they "
             "were saved"
         )
 

@@ -34,7 +34,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_with_processor(
-    base: ModelSource,
+    source: ModelSource,
     device: str = "cuda",
     weights: str | None = None,
     verbose: bool = True,
@@ -43,7 +43,7 @@ def load_with_processor(
     """Load a model and its processor.
 
     Args:
-        base: From :func:`find.find_source`.
+        source: From :func:`find.find_source`.
         device: A device of torch, by its name. Weights are loaded directly to a GPU.
         weights: One of :data:`quantized_weights.WEIGHT_FORMATS`, to which the weights of the layers
             are quantized, or None to keep them as saved. Projector, embeddings and output layer are
@@ -57,13 +57,13 @@ def load_with_processor(
             "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
             "To use the CPU: --device cpu"
         )
-    if os.path.isdir(base.model):  # for a download, transformers' progress bar says more than ours
+    if os.path.isdir(source.model):  # during a download, transformers' progress bar is useful
         disable_progress_bar()
-    options: dict[str, Any] = {"revision": base.revision or "main", "dtype": dtype}
-    build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
+    options: dict[str, Any] = {"revision": source.revision or "main", "dtype": dtype}
+    build = partial(GLM4VForCausalLM.from_pretrained, source.model, **options)
     with show_progress("loading the model", verbose):
-        model = build_on_device(build, device, weights, base.adapters)
-    return LoadedModel(model.eval().requires_grad_(False), load_processor(base))
+        model = build_on_device(build, device, weights, source.adapters)
+    return LoadedModel(model.eval().requires_grad_(False), load_processor(source))
 
 
 def build_on_device(
@@ -100,7 +100,7 @@ def build_on_device(
     return model
 
 
-def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
+def choose_dtype(source: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
     """Return the dtype for inference on a CPU, and the reason for it if ``dtype`` is "auto".
 
     On a CPU without instructions for bf16, prompts take several times as long in 16 bits as in
@@ -114,14 +114,14 @@ def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str
     Raises:
         ValueError: The memory is too small for float32, or a quantized model would be converted.
     """
-    config = load_model_config(base)
+    config = load_model_config(source)
     saved = str(config.dtype or "torch.auto").removeprefix("torch.")
     precision, reason = choose_precision(on_cpu=True)
-    is_quantized = quantized_by(base.model, base.revision) is not None
+    is_quantized = quantized_by(source.model, source.revision) is not None
     if dtype == "auto" and (is_quantized or saved in ("auto", "float32")):
         return "auto", ""
     if is_quantized:
-        raise ValueError(f"--dtype {dtype}: {base.model} was saved quantized; remove --dtype")
+        raise ValueError(f"--dtype {dtype}: {source.model} was saved quantized; remove --dtype")
     if dtype in ("bfloat16", "float16"):
         return dtype, ""
     if dtype == "auto" and precision == "bf16":
@@ -140,20 +140,20 @@ def _is_not_cast_warning(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def load_model_config(base: ModelSource) -> ChatGLMConfig:
+def load_model_config(source: ModelSource) -> ChatGLMConfig:
     """Return the config of the model; adapters have none of their own."""
-    return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    return ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
 
 
-def load_processor(base: ModelSource) -> ChatGLMProcessor:
+def load_processor(source: ModelSource) -> ChatGLMProcessor:
     """Return the processor saved with the adapters, or else the model's.
 
     Raises:
         ValueError: A file of the processor cannot be read, or the chat template fails.
     """
-    location, revision = str(base.model), base.revision or "main"
-    if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
-        location, revision = str(base.adapters), "main"
+    location, revision = str(source.model), source.revision or "main"
+    if source.adapters is not None and (source.adapters / "tokenizer_config.json").is_file():
+        location, revision = str(source.adapters), "main"
     try:
         require_processor_files(location, revision)
         processor = ChatGLMProcessor.from_pretrained(location, revision=revision)

@@ -31,9 +31,8 @@ def read_header(weights: Path) -> dict[str, TensorInfo]:
         ValueError: The file cannot be read, or contradicts its header.
     """
     name = shorten(str(weights), 250)  # an index may contain names of any length
-    if not os.path.isfile(
-        weights
-    ):  # unlike Path.is_file, raises nothing for names that are too long
+    # Unlike Path.is_file, os.path.isfile raises no error for names that are too long.
+    if not os.path.isfile(weights):
         raise ValueError(f"{name} is missing or not a file; expected safetensors")
     try:
         with safe_open(weights, framework="np") as file:

@@ -138,12 +138,13 @@ class InferenceBlock(GLMBlock):
             "post_attention_layernorm", x_BRD, attended, quantizes
         )
         out = mlp(mlp_input)
-        block = self.next_block
-        if block is None or not (self.can_fuse("") and self.can_fuse("next_block")):
+        next_block = self.next_block
+        if next_block is None or not (self.can_fuse("") and self.can_fuse("next_block")):
             return _add(x_BRD, out)
-        quantizes = block._quantizes_attention_input(x_BRD)
-        block.pending_norm = block._add_and_normalize("input_layernorm", x_BRD, out, quantizes)
-        return block.pending_norm[0]
+        quantizes = next_block._quantizes_attention_input(x_BRD)
+        pending = next_block._add_and_normalize("input_layernorm", x_BRD, out, quantizes)
+        next_block.pending_norm = pending
+        return pending[0]
 
     def _quantizes_attention_input(self, x_BRD: Tensor) -> bool:
         attention: Any = self.self_attention
@@ -190,6 +191,7 @@ class InferenceSelfAttention(SelfAttention):
         query_BHC = rope_and_update_cache(
             qkv, self.split_sizes, cos, sin, self.config.rotary_distance, cache_layer
         )
+        # flash_decode makes one scale per head, and the GEMM takes one scale per block of K.
         quantizes = (
             self.can_fuse("dense")
             and _takes_fp8(self.dense, qkv)
@@ -205,8 +207,10 @@ class InferenceSelfAttention(SelfAttention):
         The kernels can do it if the cache is static and not empty, each sequence has one new token,
         and the kernels support the keys and the mask.
         """
-        was_filled = HAS_CUMULATIVE_LENGTH and is_static(cache) and not cache_update[0]
-        if not was_filled or x.shape[1] != 1:
+        if not HAS_CUMULATIVE_LENGTH or not is_static(cache):
+            return None
+        cache_was_empty, _ = cache_update
+        if cache_was_empty or x.shape[1] != 1:
             return None
         cache_layer: Any = cache.layers[self.layer_idx]
         is_on_device = (

@@ -159,7 +159,7 @@ def triton_rope_and_update_cache(
     channels = tl.arange(0, HEAD_DIM)
     columns = head * HEAD_DIM + channels
     mask = columns < num_channels
-    value = load_row(
+    x = load_row(
         qkv, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns, mask, dtype,
         is_partials, is_scaled, has_bias,
     )  # fmt: skip
@@ -169,18 +169,18 @@ def triton_rope_and_update_cache(
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         # Round each product to the dtype of the angles, as torch does.
-        cos_term = value * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
+        cos_term = x * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
         sin_term = neighbor * tl.load(sin + row * HEAD_DIM + channels).to(tl.float32)
-        value = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
-        value = value.to(angle_dtype).to(tl.float32)
+        x = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
+        x = x.to(angle_dtype).to(tl.float32)
     if head < query_heads:
-        tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, value.to(dtype))
+        tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, x.to(dtype))
     else:
         position = tl.load(cache_length)
         cache_row = (row * kv_heads + (head - query_heads) % kv_heads) * max_cache_len + position
         cache = keys if head < query_heads + kv_heads else values
         fits = (position < max_cache_len) & mask
-        tl.store(cache + cache_row * HEAD_DIM + channels, value.to(dtype), mask=fits)
+        tl.store(cache + cache_row * HEAD_DIM + channels, x.to(dtype), mask=fits)
 
 
 @triton.jit
@@ -329,7 +329,7 @@ def triton_combine_splits(
 
 def rope_and_update_cache(
     qkv: Tensor | SplitKPartials,
-    sizes: tuple[int, int, int],
+    head_counts: tuple[int, int, int],
     cos_BR1C: Tensor,
     sin_BR1C: Tensor,
     distance: int,
@@ -339,7 +339,7 @@ def rope_and_update_cache(
 
     Args:
         qkv: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
-        sizes: ``H, G, G``.
+        head_counts: ``H, G, G``.
         distance: Number of channels between the two of a rotated pair.
         cache_layer: A ``StaticLayer``. The new keys and values are written after the cached ones;
             :func:`flash_decode` then increments the layer's length.
@@ -347,16 +347,16 @@ def rope_and_update_cache(
     Returns:
         The rotated queries ``(B, H, C)``.
     """
-    query_heads, kv_heads, _ = sizes
+    query_heads, kv_heads, _ = head_counts
     rows, _, num_channels = qkv.shape
-    head_dim = num_channels // sum(sizes)
+    head_dim = num_channels // sum(head_counts)
     cos, sin = (x.expand(rows, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     query = cache_layer.keys.new_empty(rows, query_heads, head_dim)
     qkv = qkv if isinstance(qkv, SplitKPartials) else qkv.contiguous()
     row_args, row_constexprs = load_row_args(qkv)
     use_pdl = supports_pdl(query.device)
     with torch.cuda.device_of(query):
-        triton_rope_and_update_cache[rows, sum(sizes)](
+        triton_rope_and_update_cache[rows, sum(head_counts)](
             *row_args, cos, sin, query, cache_layer.keys, cache_layer.values,
             cache_layer.cumulative_length, num_channels, query_heads, kv_heads,
             cache_layer.keys.shape[2], *row_constexprs, TL_DTYPES[cos.dtype], head_dim, distance,

@@ -43,15 +43,15 @@ def rope_in_place(
 
 def rope_and_update_cache(
     qkv: Tensor | SplitKPartials,
-    sizes: tuple[int, int, int],
+    head_counts: tuple[int, int, int],
     cos: Tensor,
     sin: Tensor,
     distance: int,
     cache_layer: Any,
 ) -> Tensor:
-    heads_BRHC = to_tensor(qkv).unflatten(-1, (sum(sizes), -1)).clone()
-    rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin, distance)
-    query, key, value = heads_BRHC.transpose(1, 2).split(sizes, dim=1)
+    heads_BRHC = to_tensor(qkv).unflatten(-1, (sum(head_counts), -1)).clone()
+    rope_in_place(heads_BRHC, head_counts[0] + head_counts[1], cos, sin, distance)
+    query, key, value = heads_BRHC.transpose(1, 2).split(head_counts, dim=1)
     StaticLayer.update(cache_layer, key, value)
     return query.squeeze(2)
 
