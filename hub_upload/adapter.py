@@ -7,7 +7,7 @@ from pathlib import Path
 from glm4v_patched.atomic import create_folder_atomically
 from glm4v_patched.finetune.adapter_card import ADAPTERS_LOCATION, name_base
 from glm4v_patched.models.adopt import link_or_copy, to_json_bytes
-from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of_adapters
+from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, source_of_adapters
 from glm4v_patched.models.weight_files import read_header
 from glm4v_patched.terminal_text import listed
 
@@ -33,7 +33,7 @@ def build_adapter_repository(folder: Path, out: Path, name: str, base: str | Non
             setting has a path, or the card is missing.
     """
     source = SourceFiles(str(folder), read_folder(folder))
-    config_base = base_of_adapters(folder)
+    config_base = source_of_adapters(folder)
     base = base or f"{config_base.model}@{config_base.revision}"
     model, _, commit = base.partition("@")
     require_that(

@@ -16,7 +16,7 @@ from glm4v_patched.models.weight_files import (
     TensorInfo,
     check_index,
     read_header,
-    require_agreement,
+    require_matching_index,
 )
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.terminal_text import listed, show_progress
@@ -78,7 +78,7 @@ def check_weight_files(target: BuiltFiles, read_weights: bool = False) -> str:
                 progress.update()
         headers = {name: _read_header(target, name) for name in names}
         if index is not None:
-            require_agreement(index, headers)
+            require_matching_index(index, headers)
         for header in headers.values():
             tensors |= header
         is_exact = target.revision or read_weights

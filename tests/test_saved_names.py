@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
-from glm4v_patched.engine.trainable import load_trainable_adapters
+from glm4v_patched.engine.trainable import load_adapters
 from glm4v_patched.inference.merge import copy_license_and_generation, merge
 from glm4v_patched.models.adopt import adopt
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -148,7 +148,7 @@ def by_peft(model: Path, adapters: Path, out: Path) -> None:
     with glm4v_patched.applied():
         loaded = PeftModel.from_pretrained(GLM4VForCausalLM.from_pretrained(model), adapters)
         loaded.save_pretrained(out / "applied")
-    continued = load_trainable_adapters(GLM4VForCausalLM.from_pretrained(model), adapters)
+    continued = load_adapters(GLM4VForCausalLM.from_pretrained(model), adapters)
     continued.save_pretrained(out / "continued")
     continued.merge_and_unload().save_pretrained(out / "merged")
     config = LoraConfig(target_modules=".*fc1")

@@ -17,7 +17,7 @@ from glm4v_patched.engine.memory_plan import (
     estimate_peak_bytes,
     offloaded_bytes,
 )
-from glm4v_patched.engine.options import TRAINED, EngineOptions
+from glm4v_patched.engine.options import TRAINED_CHOICES, EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 
 # Free GiB of a GPU by its nominal size in GB.
@@ -50,11 +50,11 @@ def main() -> None:
     options = parser.parse_args()
     config = ChatGLMConfig()
     length = config.vision.num_image_tokens + 2 + options.text_tokens
-    print(f"| cards | {' | '.join(TRAINED)} |\n|---|{'---|' * len(TRAINED)}")
+    print(f"| cards | {' | '.join(TRAINED_CHOICES)} |\n|---|{'---|' * len(TRAINED_CHOICES)}")
     for gigabytes in options.gigabytes:
         for cards in options.cards:
             cells = []
-            for trained in TRAINED:
+            for trained in TRAINED_CHOICES:
                 free = FREE[gigabytes] * GIB
                 rows, in_ram = largest_batch(config, trained, cards, free, length)
                 cell = f"{rows}, {in_ram / 1e9:.0f} GB" if in_ram else str(rows)

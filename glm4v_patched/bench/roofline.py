@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 from torch.utils.benchmark import Timer
 
-from ..engine.memory_plan import BatchShape, count_projection, linear_layer_shapes
+from ..engine.memory_plan import BatchShape, count_projector, linear_layer_shapes
 from ..engine.prepare import local_device
 from ..models.base import ModelSource
 from ..models.loading import load_model_config
@@ -83,8 +83,8 @@ def vision_flop(config: ChatGLMConfig) -> float:
     attention = 4 * tokens**2 * vision.hidden_size
     linear = 2 * tokens * sum(map(prod, tower_layer.values()))
     layers_flop = vision.num_hidden_layers * (linear + attention)
-    # The projector's matrices: count_projection also counts 5 vectors, biases and norms.
-    projector_weights = count_projection(config) - 5 * config.hidden_size
+    # The projector's matrices: count_projector also counts 5 vectors, biases and norms.
+    projector_weights = count_projector(config) - 5 * config.hidden_size
     return layers_flop + 2 * vision.num_image_tokens * projector_weights
 
 

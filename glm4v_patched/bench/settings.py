@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Any
 
-from ..engine.options import TRAINED, EngineOptions, EngineSection
+from ..engine.options import TRAINED_CHOICES, EngineOptions, EngineSection
 from ..inference.questions import CACHES
 from ..models.quantized_weights import check_weights_option, choose_cache_implementation
 from ..option_fields import option
@@ -42,7 +42,7 @@ class TrainingSettings:
     ``engine`` has the options of :class:`EngineSection`, as a recipe has them.
     """
 
-    trained: str = option("lora_lm", "which weights are trained", choices=TRAINED)
+    trained: str = option("lora_lm", "which weights are trained", choices=TRAINED_CHOICES)
     micro_batch: int = option(1, "samples in a step of one GPU", ge=1)
     text_tokens: int = option(512, "text tokens in a sample, besides its image", ge=1)
     shortest_text: int | None = option(

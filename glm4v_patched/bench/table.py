@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..atomic import write_atomically
-from ..engine.options import TRAINED, trains_tower
+from ..engine.options import TRAINED_CHOICES, trains_tower
 
 # Short reasons for failures; each key is a pattern that the error message contains.
 SHORT_REASONS = {
@@ -33,7 +33,7 @@ SETTINGS_WITH_COLUMNS = {
 BEGIN_MARKER, END_MARKER = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 Column = Callable[[dict], str]  # returns a row's cell
 # Keys that the rows of each workload must have. A row's workload is "generate", "answers" or, for
-# training, the trained weights (TRAINED).
+# training, the trained weights (TRAINED_CHOICES).
 REQUIRED_TRAINING_KEYS = {"gpus", "micro_batch", "text_tokens", "settings"}
 REQUIRED_KEYS = {"generate": {"batch"}}
 REQUIRED_KEYS |= {"answers": {"batch", "image", "rows", "new_tokens"}}
@@ -253,7 +253,9 @@ def sort_measurements(rows: list[dict]) -> list[dict]:
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
     regular = [row for row in rows if "added" not in row]
-    order = {row["workload"]: (*TRAINED, row["workload"]).index(row["workload"]) for row in rows}
+    order = {
+        row["workload"]: (*TRAINED_CHOICES, row["workload"]).index(row["workload"]) for row in rows
+    }
     regular.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
     return regular + [row for row in rows if "added" in row]
 

@@ -1,1 +1,4 @@
-"""Makes a model trainable, fast and small, independently of the Trainer and of data."""
+"""Preparation of a model for training or inference: trained weights, memory, kernels, ZeRO.
+
+Nothing here depends on the Trainer or on data.
+"""

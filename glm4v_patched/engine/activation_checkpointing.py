@@ -28,7 +28,7 @@ def checkpoint_layers(
     language: str = "full",
     marks_every_operator: bool = False,
 ) -> None:
-    """Set the policies of the vision tower's layers and of the language model's.
+    """Set the checkpointing policy of each layer of the vision tower and of the language model.
 
     All policies give the same gradients. The layers themselves apply their policies, in training
     only, so policies work under ZeRO-3 and with compiled layers.
@@ -36,13 +36,13 @@ def checkpoint_layers(
     Args:
         tower, language: A name of :data:`activation_policies.POLICIES`, or "every N".
         marks_every_operator: Whether each operator of a "full" layer is marked as recomputed.
-            Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the products
-            inside an ``autograd.Function``.
+            Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the outputs of
+            matrix products inside an ``autograd.Function``.
     """
     layers = list(checkpointed_layers(model))
-    for name, is_block in ((tower, False), (language, True)):
-        part_layers = [layer for layer in layers if isinstance(layer, GLMBlock) is is_block]
-        policies = policies_of_layers(name, len(part_layers))
+    for policy_name, is_language in ((tower, False), (language, True)):
+        part_layers = [layer for layer in layers if isinstance(layer, GLMBlock) is is_language]
+        policies = policies_of_layers(policy_name, len(part_layers))
         for layer, policy in zip(part_layers, policies, strict=True):
             _set_policy(layer, policy, marks_every_operator)
 
@@ -58,10 +58,10 @@ def compile_layers(model: nn.Module) -> None:
     This fuses norms, rotary embeddings and activation functions into few kernels. Call it after
     the policies are set and adapters are in place.
 
-    Layers of one class share compiled code. The first sequence of a second length makes torch
-    compile them once more, this time for any length. Under ZeRO-3, the hooks that gather weights
-    must stay outside compiled code. So ZeRO-3 gathers whole layers, and DeepSpeed must not replace
-    ``F.linear``.
+    Layers of one class share compiled code. torch compiles them once for the first sequence, and
+    once more, for any length, when a sequence has another length. Under ZeRO-3, the hooks that
+    gather weights must stay outside compiled code. So ZeRO-3 gathers whole layers, and DeepSpeed
+    must not replace ``F.linear``.
     """
     for layer in checkpointed_layers(model):
         # Not layer.compile(), which would compile the layer's hooks, too.
@@ -76,8 +76,8 @@ def _set_policy(layer: CheckpointedLayer, policy: Policy, marks_every_operator: 
     policy_fn = None
     if policy.max_saved_width is not None:
         attention: Any = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
-        width = attention.dense.out_features  # not from a weight, which may be sharded
-        policy_fn = _save_linear_outputs(policy.max_saved_width * width, width // 4)
+        hidden = attention.dense.out_features  # not from a weight, which may be sharded
+        policy_fn = _save_linear_outputs(policy.max_saved_width * hidden, hidden // 4)
     elif marks_every_operator and policy.name != "none":
         policy_fn = _recompute_all
     if policy_fn is not None:
@@ -94,7 +94,7 @@ def _save_linear_outputs(max_out: float, min_in: int) -> Callable[..., Checkpoin
             return CheckpointPolicy.MUST_SAVE
         if operator in _LINEAR_OPERATORS:
             in_channels, out_channels = arguments[_LINEAR_OPERATORS[operator]].shape
-            # LoRA's second factor has few input channels: recompute its output, which is cheap.
+            # min_in excludes LoRA's second factor, whose output is cheap to recompute.
             if out_channels <= max_out and in_channels >= min_in:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,22 +10,22 @@ from math import inf
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Activations and work of one token in one layer.
+    """Numbers of activations and multiply-adds of one token in one transformer layer.
 
-    A field ``..._macs`` is a number of multiply-adds. The other fields are numbers of channels, in
-    the dtype of the computation.
+    A field ``..._macs`` is a number of multiply-adds. The other fields are numbers of channels: of
+    elements in the dtype of the computation.
 
-    A linear layer is narrow if it has at most 1.25 times as many output channels as the transformer
-    layer: ``query_key_value`` (of the language model), ``dense`` and ``dense_4h_to_h`` or ``fc2``.
-    The others are wide.
+    A linear layer is narrow if its number of output channels is at most 1.25 times the hidden size:
+    ``query_key_value`` (only of the language model), ``dense``, and ``dense_4h_to_h`` or ``fc2``.
+    The other linear layers are wide.
     """
 
-    layer_input: float  # what a checkpoint saves
+    layer_input: float
     attention_output: float
     narrow_outputs: float  # of narrow linear layers
     wide_outputs: float  # of wide linear layers
     saved_by_autograd: float  # everything that backward needs without checkpointing
-    elementwise_macs: float  # multiply-adds that take as long as the element-wise operations
+    elementwise_macs: float  # as many as take the time of the element-wise operations
     wide_macs: float
     narrow_macs: float
     attention_macs: float
@@ -38,8 +38,9 @@ class Policy:
     Attributes:
         saves: Fields of :class:`LayerSizes` that are saved.
         recomputes: Fields of :class:`LayerSizes` that are computed again in backward.
-        max_saved_width: For selective checkpointing: the widest saved output of a linear layer, in
-            multiples of the layer's width. None for the policies "none" and "full".
+        max_saved_width: For selective checkpointing: the output of a linear layer is saved if its
+            number of channels is at most this multiple of the hidden size. None for the policies
+            "none" and "full".
     """
 
     name: str
@@ -58,26 +59,37 @@ class Policy:
 
 # From "linear" on, each policy saves one field more than the next one, and recomputes one fewer.
 _SAVED_FIELDS = ("layer_input", "attention_output", "narrow_outputs", "wide_outputs")
-_WORK_FIELDS = ("elementwise_macs", "wide_macs", "narrow_macs", "attention_macs")
+_RECOMPUTED_FIELDS = ("elementwise_macs", "wide_macs", "narrow_macs", "attention_macs")
 _ALL_POLICIES = (
     Policy("none", saves=("saved_by_autograd",), recomputes=()),
-    Policy("linear", saves=_SAVED_FIELDS, recomputes=_WORK_FIELDS[:1], max_saved_width=inf),
-    Policy("selective", saves=_SAVED_FIELDS[:3], recomputes=_WORK_FIELDS[:2], max_saved_width=1.25),
-    Policy("attention", saves=_SAVED_FIELDS[:2], recomputes=_WORK_FIELDS[:3], max_saved_width=0),
-    Policy("full", saves=_SAVED_FIELDS[:1], recomputes=_WORK_FIELDS),
+    Policy("linear", saves=_SAVED_FIELDS, recomputes=_RECOMPUTED_FIELDS[:1], max_saved_width=inf),
+    Policy(
+        "selective",
+        saves=_SAVED_FIELDS[:3],
+        recomputes=_RECOMPUTED_FIELDS[:2],
+        max_saved_width=1.25,
+    ),
+    Policy(
+        "attention", saves=_SAVED_FIELDS[:2], recomputes=_RECOMPUTED_FIELDS[:3], max_saved_width=0
+    ),
+    Policy("full", saves=_SAVED_FIELDS[:1], recomputes=_RECOMPUTED_FIELDS),
 )
 POLICIES = {policy.name: policy for policy in _ALL_POLICIES}
 """Policies by name, from no recomputation ("none") to recomputing everything ("full").
 
-"every N" lies between them: every Nth layer, beginning with the first, is "full", the others
-"none".
+The name "every N" is accepted, too: every Nth layer, beginning with the first, has the policy
+"full", and the others have "none".
 """
 EVERY_N = "every N"
 
 
-def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """Return the policies of a number of layers, by a name that the section ``engine`` accepts."""
+def policies_of_layers(name: str, num_layers: int) -> list[Policy]:
+    """Return the policy of each layer.
+
+    Args:
+        name: A key of :data:`POLICIES`, or "every N".
+    """
     if name in POLICIES:
-        return [POLICIES[name]] * layers
+        return [POLICIES[name]] * num_layers
     period = int(name.split()[1])
-    return [POLICIES["none" if index % period else "full"] for index in range(layers)]
+    return [POLICIES["none" if index % period else "full"] for index in range(num_layers)]

@@ -38,7 +38,10 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
 def run_with_timeout(
     seconds: float, command: list[str], environment: Mapping[str, str], output: IO | None = None
 ) -> int | None:
-    """Run a command whose output goes to ``output``.
+    """Run a command and wait for its end.
+
+    Args:
+        output: File for the command's stdout and stderr; by default those of this process.
 
     Returns:
         The exit status, or None if the command was terminated after ``seconds``.
@@ -76,11 +79,12 @@ def _is_at_root() -> bool:
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
     """Return this process's environment with the defaults of training processes.
 
-    Variables that are already set stay; but ``PATH`` gets this Python's folder, and ``on_cpu``
-    hides all GPUs.
+    Variables that are already set keep their values, except that the folder of this Python is
+    added to ``PATH``.
 
     Args:
         processes: Training processes on this machine, which share its cores.
+        on_cpu: Hide all GPUs, even if ``CUDA_VISIBLE_DEVICES`` is set.
     """
     threads = max(count_cores() // processes, 1)
     defaults = {
@@ -97,8 +101,8 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
     if not _is_at_root():
         # This has the effect of python_module_command's -P on processes of torch's launcher.
         defaults["PYTHONSAFEPATH"] = "1"
-    cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return defaults | os.environ | cpu | {"PATH": path_with_interpreter()}
+    no_gpus = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    return defaults | os.environ | no_gpus | {"PATH": path_with_interpreter()}
 
 
 def single_process_environment(on_cpu: bool) -> dict[str, str]:
@@ -106,12 +110,14 @@ def single_process_environment(on_cpu: bool) -> dict[str, str]:
 
     The process sees only one GPU: with several, the Trainer would use DataParallel.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    one_gpu = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first}
+    first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    one_gpu = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first_gpu}
     return training_environment(1, on_cpu) | one_gpu
 
 
 def path_with_interpreter() -> str:
-    """Return ``PATH`` with the interpreter's folder first, where pip puts the ``ninja`` that torch
-    starts by name."""
+    """Return ``PATH`` with the interpreter's folder first.
+
+    pip installs ``ninja`` there, which torch starts by its name to compile extensions.
+    """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -1,17 +1,17 @@
-"""Check whether folders can be written. Needs no torch."""
+"""Check whether folders can be written to. Needs no torch."""
 
 import os
 
 
 def find_folder_problem(folder: str) -> str | None:
-    """Return why a folder cannot be written or created, or None."""
+    """Return why a folder cannot be created or written to, or None if it can."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
         return "not a folder but a file or a broken link"
     existing = nearest_existing(folder)
     if not os.path.isdir(existing):
-        return f"{existing} is no folder"
+        return f"{existing} is not a folder"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} may not be written"
+        return f"you have no permission to write to {existing}"
     return None
 
 

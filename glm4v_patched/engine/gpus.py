@@ -1,4 +1,4 @@
-"""Query GPUs through NVIDIA's driver. Needs no torch, so that problems are reported early."""
+"""Query GPUs through NVIDIA's driver. Needs no torch: problems are reported before its import."""
 
 import ctypes
 import importlib.util
@@ -13,7 +13,7 @@ MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
 CUDA_ERROR_NO_DEVICE = 100
 COMPUTE_CAPABILITY_ATTRIBUTES = (75, 76)
-"""Attributes of cuDeviceGetAttribute: major, minor."""
+"""Numbers with which cuDeviceGetAttribute returns the major and the minor version."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Gpus:
 
 
 def find_gpus() -> Gpus:
-    """Return the GPUs that the CUDA driver shows, given ``CUDA_VISIBLE_DEVICES`` and MIG.
+    """Return the GPUs that the CUDA driver shows to this process.
 
-    The query creates no CUDA context, so it uses no memory of the GPUs.
+    ``CUDA_VISIBLE_DEVICES`` and MIG determine which these are. The query creates no CUDA context,
+    so it uses no memory of the GPUs.
     """
     if torch_cuda_version() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
@@ -72,17 +73,17 @@ def _query_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
     _check_status(driver.cuDeviceGet(byref(device), index), subject)
     _check_status(driver.cuDeviceGetName(name, len(name), device), subject)
     _check_status(driver.cuDeviceTotalMem_v2(byref(memory), device), subject)
-    for number, attribute in zip(capability, COMPUTE_CAPABILITY_ATTRIBUTES, strict=True):
-        _check_status(driver.cuDeviceGetAttribute(byref(number), attribute, device), subject)
-    major, minor = (number.value for number in capability)
+    for version, attribute in zip(capability, COMPUTE_CAPABILITY_ATTRIBUTES, strict=True):
+        _check_status(driver.cuDeviceGetAttribute(byref(version), attribute, device), subject)
+    major, minor = (version.value for version in capability)
     return Gpu(name.value.decode(errors="replace"), memory.value, (major, minor))
 
 
 def free_bytes_per_gpu(count: int) -> list[int]:
     """Return the free bytes of the first ``count`` GPUs.
 
-    The query creates a CUDA context on each GPU and destroys it, so the memory of a context is
-    already subtracted.
+    The query creates a CUDA context on each GPU and destroys it, so the returned numbers do not
+    include the memory that a context takes.
 
     Raises:
         RuntimeError: There are fewer GPUs, or the driver returns an error.
@@ -90,7 +91,7 @@ def free_bytes_per_gpu(count: int) -> list[int]:
     driver = ctypes.CDLL("libcuda.so.1")
     free_bytes = []
     for index in range(count):
-        subject = f"GPU {index}'s memory"
+        subject = f"the memory of GPU {index}"
         device, context = ctypes.c_int(), ctypes.c_void_p()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         _check_status(driver.cuInit(0) or driver.cuDeviceGet(byref(device), index), subject)
@@ -111,14 +112,14 @@ def _check_status(status: Any, subject: str) -> None:
 
 def driver_cuda_version() -> tuple[int, int] | None:
     """Return the newest CUDA version that the driver supports; None without a driver."""
-    number, driver = ctypes.c_int(), _load_driver()
-    if driver is None or driver.cuDriverGetVersion(byref(number)):
+    version, driver = ctypes.c_int(), _load_driver()
+    if driver is None or driver.cuDriverGetVersion(byref(version)):
         return None
-    return number.value // 1000, number.value % 1000 // 10
+    return version.value // 1000, version.value % 1000 // 10  # 12040 is 12.4
 
 
 def torch_cuda_version() -> tuple[int, int] | None:
-    """Return the CUDA version that torch was built with, without importing torch, or None."""
+    """Return the CUDA version that torch was built with, or None; torch is not imported."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return None

@@ -3,12 +3,13 @@
 An entry of :data:`IMPLEMENTATIONS` names a class of the model, an implementation of it (in
 :mod:`.kernels`) and when to use it. :func:`use_implementations` changes the classes of a model's
 modules accordingly. :func:`explain_implementations` reports which implementation each module has,
-and why not a faster one.
+and why it has no faster one. A module without an implementation "computes as published", by the
+code in ``remote/``.
 
-An implementation may itself compute what its submodules would compute. This must not bypass a
-submodule's blockers: hooks, adapters, quantized weights and other wrappers. Blockers come and go
-while a model is in use, so modules get a *guarded class*: a subclass of the implementation that
-looks for blockers in every call (:func:`_make_guarded_class`).
+An implementation may itself compute what its submodules would compute. It must not do so if a
+submodule has a *blocker*: a hook, an adapter, a quantized weight or another wrapper. Blockers come
+and go while a model is in use. So modules get a *guarded class*: a subclass of the implementation
+that looks for blockers in every call (:func:`_make_guarded_class`).
 """
 
 import gc
@@ -43,7 +44,7 @@ from .options import EngineOptions, trains_tower
 
 ModuleClasses = tuple[type[nn.Module], ...]
 ANY_CLASS: ModuleClasses = ()
-"""Accepts modules of every class: only hooks and a replaced ``forward`` are blockers then."""
+"""Accepts modules of every class. Only hooks and a replaced ``forward`` are blockers then."""
 
 # The purposes of a :class:`ModelUsage`.
 TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
@@ -116,13 +117,13 @@ class ImplementationEntry:
         purposes: Values of :attr:`ModelUsage.purpose` for which the entry is considered.
         condition: Returns why the implementation cannot be used for a module, or None.
         method: The method of ``replaces`` that it implements.
-        backend: "cuda" or "hip"; entries of the other backend are ignored.
-        requires: Supported classes of each submodule that the implementation computes itself, or
-            whose output it modifies in place. While one of these submodules has a blocker, the
-            module computes as published: it runs the method of ``replaces``.
-        may_fuse: Supported classes of submodules ("" is the module itself). While such a submodule
-            has no blocker, the implementation computes what the submodule would compute, or passes
-            it fp8 inputs or split-K partial sums.
+        backend: "cuda" or "hip" (AMD); entries of the other backend are ignored.
+        requires: For the name of each submodule that the implementation always replaces, or whose
+            output it modifies in place: the supported classes. While one of these submodules has a
+            blocker, the module computes as published: it runs the method of ``replaces``.
+        may_fuse: For the names of further submodules, and "" for the module itself: the supported
+            classes. While such a submodule has no blocker, the implementation computes what the
+            submodule would compute, or passes it fp8 inputs or split-K partial sums.
         set_up: Called with each module after its class was changed.
     """
 
@@ -140,13 +141,13 @@ class ImplementationEntry:
 def find_blocker(
     module: Any, classes: ModuleClasses = ANY_CLASS, hooks_block: bool = True
 ) -> str | None:
-    """Return why no other module may compute what ``module`` computes, or None.
+    """Return the reason why ``module`` must be called, and cannot be replaced or fused, or None.
 
     Args:
-        classes: Supported classes, without their subclasses. A guarded class counts as the
+        classes: Supported classes; their subclasses are not. A guarded class counts as the
             implementation that it guards.
-        hooks_block: Whether hooks are a blocker. False if the module will still be called, or if
-            hooks are looked for in every call (as guarded classes do).
+        hooks_block: Whether hooks are a blocker. Pass False if the module will still be called, or
+            if its hooks will be looked for in every call (as guarded classes do).
     """
     module_class = type(module)
     implementation = IMPLEMENTATION_OF_GUARDED_CLASS.get(module_class)
@@ -193,8 +194,8 @@ def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelU
 def _fused_gelu_problem(_located: LocatedModule, usage: ModelUsage) -> str | None:
     if not usage.fp8:
         return "fp8 is off"
-    # FrozenTowerMLP reads the weights of fc1 and fc2 without calling these layers. ZeRO-3 has then
-    # gathered them only if it gathers whole layers, as it does if layers are compiled.
+    # FrozenTowerMLP reads the weights of fc1 and fc2 without calling these layers. ZeRO-3 gathers
+    # them for it only if it gathers whole layers, as it does if layers are compiled.
     if not usage.has_fused_quantization:
         return "layers are not compiled"
     return "the tower is trained" if usage.trains_tower else None
@@ -217,8 +218,10 @@ def _triton_problem(_located: LocatedModule, _usage: ModelUsage) -> str | None:
 
 
 def _split_k_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
-    """Return why a module cannot leave split-K partial sums to its block, or None. Only a block of
-    the language model can reduce them."""
+    """Return why a module cannot return split-K partial sums, or None.
+
+    Only the block of the language model that contains it can reduce them.
+    """
     layer: Any = located.layer
     if layer is None or find_blocker(layer, (GLMBlock, InferenceBlock), hooks_block=False):
         return "it is not in a GLMBlock, or the GLMBlock is wrapped"
@@ -228,13 +231,14 @@ def _split_k_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
 
 
 def _cuda_graph_problem(located: LocatedModule, _usage: ModelUsage) -> str | None:
-    """Return the blocker of a module inside the located one, or None.
+    """Return the first blocker of a module inside the located one, or None.
 
     A replay of a CUDA graph would not call hooks.
     """
-    inner = [module for module in located.module.modules() if module is not located.module]
-    reason = next((blocker for module in inner if (blocker := find_blocker(module))), None)
-    return reason and f"a module in it: {reason}"
+    for module in located.module.modules():
+        if module is not located.module and (reason := find_blocker(module)):
+            return f"a module in it: {reason}"
+    return None
 
 
 GELU_CLASSES: ModuleClasses = (type(ACT2FN["gelu"]),)
@@ -351,21 +355,21 @@ def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
     """
     if not entry.requires and not entry.may_fuse:
         return entry.implementation
-    published = getattr(entry.replaces, entry.method)
-    implemented = getattr(entry.implementation, entry.method)
+    published_method = getattr(entry.replaces, entry.method)
+    method = getattr(entry.implementation, entry.method)
 
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, classes in entry.requires.items():
             if find_blocker(getattr(self, name), classes) is not None:
-                return published(self, *args, **kwargs)
-        return implemented(self, *args, **kwargs)
+                return published_method(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
     def can_fuse(self: Any, name: str) -> bool:
-        outer, _, inner = name.rpartition(".")
-        if outer and not can_fuse(self, outer):
+        parent, _, child = name.rpartition(".")
+        if parent and not can_fuse(self, parent):
             return False
-        module = getattr(self, outer) if outer else self
-        submodule = getattr(module, inner) if inner else module
+        module = getattr(self, parent) if parent else self
+        submodule = getattr(module, child) if child else module
         return find_blocker(submodule, entry.may_fuse[name]) is None
 
     def can_overwrite(self: Any, name: str) -> bool:
@@ -395,9 +399,9 @@ def set_implementation(module: Any, implementation: type[nn.Module]) -> None:
 def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
     """Give modules of a model the implementations of the table whose conditions hold.
 
-    Call it when adapters are in place and trained weights are selected, and before DeepSpeed, DDP
-    or FSDP2 wraps the model. Frozen weights that are to be stored in fp8 are quantized here, one
-    layer at a time. If ZeRO-3 has sharded them, each is gathered, quantized and sharded again.
+    Call it after adapters were added and trained weights were selected, and before DeepSpeed, DDP
+    or FSDP2 wraps the model. Frozen weights that are stored in fp8 are quantized here, one layer at
+    a time. If ZeRO-3 has sharded them, each is gathered, quantized and sharded again.
     """
     for entry in _entries_for_backend():
         for located in _locate_modules(model):
@@ -408,7 +412,7 @@ def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
                     entry.set_up(located.module, located, usage)
     for module in model.modules():
         if isinstance(module, GLMTransformer):
-            # A block also computes the input norm of the next one.
+            # An InferenceBlock also computes the input norm of the next block.
             for block, next_block in pairwise(module.layers):
                 if isinstance(block, InferenceBlock) and isinstance(next_block, InferenceBlock):
                     vars(block)["next_block"] = next_block  # not registered as a submodule
@@ -453,8 +457,8 @@ class Explanation(NamedTuple):
     Attributes:
         module: The module's part and name, such as "tower fc1".
         implementation: None if the module computes as published.
-        reason: Why the module has a slower implementation or none, or why its implementation is
-            bypassed at the moment, in whole or in part. None if neither is so.
+        reason: Why the module has no implementation or not the fastest, or which blocker prevents
+            all or part of its implementation at the moment. None if the fastest one is in full use.
     """
 
     module: str
@@ -463,7 +467,7 @@ class Explanation(NamedTuple):
 
 
 def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explanation]:
-    """Explain the implementation of each module for which the table has an entry for the usage."""
+    """Explain the implementation of each module that has an entry of the table for this usage."""
     explanations = []
     for located in _locate_modules(model):
         module_class = type(located.module)
@@ -472,12 +476,13 @@ def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explana
             for entry in _entries_for_backend()
             if isinstance(located.module, entry.replaces) and usage.purpose in entry.purposes
         ]
-        is_linear = bool(entries) and entries[0].replaces is nn.Linear
-        is_other_linear = is_linear and not is_fp8_candidate(located.part, located.layer_name)
-        if not entries or is_other_linear:  # it is outside the transformer layers, or in an adapter
+        if not entries:
             continue
+        is_linear = entries[0].replaces is nn.Linear
+        if is_linear and not is_fp8_candidate(located.part, located.layer_name):
+            continue  # it is outside the transformer layers, or in an adapter
         implementation = IMPLEMENTATION_OF_GUARDED_CLASS.get(module_class)
-        current = next((e for e in entries if e.implementation is implementation), None)
+        current = next((entry for entry in entries if entry.implementation is implementation), None)
         if current is not None:
             reason = _fallback_reason(current, located.module)
             if reason is None and current is not entries[0]:
@@ -486,27 +491,27 @@ def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explana
             reason = find_blocker(located.module, (entries[0].replaces,))
         else:
             reason = _entry_problem(entries[-1], located, usage)
-        used = None if current is None else current.implementation
+        used_class = None if current is None else current.implementation
         name = located.layer_name if is_linear else entries[0].replaces.__name__
         title = f"{located.part.replace('_', ' ')} {name}".strip()
-        explanations.append(Explanation(title, used, reason))
+        explanations.append(Explanation(title, used_class, reason))
     return explanations
 
 
 def _fallback_reason(entry: ImplementationEntry, module: Any) -> str | None:
-    """Return which submodules the implementation does not replace at the moment, and why."""
+    """Return a submodule whose blocker prevents all or part of the implementation, or None."""
     for name, classes in entry.requires.items():
         if reason := find_blocker(getattr(module, name), classes):
             return f"computes as published at the moment, because of its {name}: {reason}"
     for name in entry.may_fuse:
-        inner = getattr(module, name, None) if name and "." not in name else None
-        if isinstance(inner, nn.Module) and (reason := find_blocker(inner)):
+        submodule = getattr(module, name, None) if name and "." not in name else None
+        if isinstance(submodule, nn.Module) and (reason := find_blocker(submodule)):
             return f"does not fuse its {name}: {reason}"
     return None
 
 
 def summarize_explanations(explanations: Iterable[Explanation]) -> list[str]:
-    """Return a line for each implementation and reason, with the modules that have both."""
+    """Return a line for each pair of implementation and reason, with the modules that have it."""
     lines: dict[str, list[str]] = {}
     for (module, implementation, reason), count in Counter(explanations).items():
         title = "as published" if implementation is None else implementation.__name__

@@ -1,10 +1,9 @@
 """Estimate the activations that transformer layers save from forward to backward.
 
-The estimates are arithmetic on a config, in channels per token.
+The estimates are computed from a config alone, in channels per token.
 ``tests/engine/test_memory_plan.py`` compares them with what autograd saves and with measured peaks.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,15 +19,15 @@ from .options import (
     trains_tower,
 )
 
-BF16, FP32 = 2, 4
-"""Bytes of an element."""
+BF16_BYTES, FP32_BYTES = 2, 4
 # Gradients that exist at once in a layer's backward pass, in multiples of the layer's widest
-# activation: the gradients of that activation and of the activation function's inputs. Fp8 without
-# compilation adds the gradient in fp32, once unscaled and once scaled.
-BACKWARD_CHANNELS, BACKWARD_CHANNELS_FP8 = 1.5, 3.5
-# Multiply-adds that a GPU does in the time in which it moves one channel of a token: on an H200,
-# training reaches 700 TFLOP/s and 4 TB/s. Element-wise work is converted to multiply-adds by this.
-MACS_PER_MOVED_CHANNEL = 175
+# activation: the gradient of that activation, and that of the activation function's input. In eager
+# fp8, the gradient also exists in fp32, once unscaled and once scaled.
+LIVE_GRADIENTS, LIVE_GRADIENTS_EAGER_FP8 = 1.5, 3.5
+# Multiply-adds that a GPU does while it reads or writes one bf16 element. On an H200, training
+# reaches 700 TFLOP/s (350e12 multiply-adds) and 4 TB/s (2e12 elements). With this number, the time
+# of element-wise operations is expressed in multiply-adds.
+MACS_PER_MOVED_ELEMENT = 175
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,8 @@ class BatchShape:
     Attributes:
         sequence_length: Positions of the longest sequence, with images expanded.
         processes: Processes of the step, each with a batch of this size.
-        accumulates: Whether gradients of earlier micro-batches exist while this one is computed.
+        accumulates: Whether gradients are accumulated, so that those of earlier micro-batches exist
+            while this one is computed.
     """
 
     num_sequences: int
@@ -49,7 +49,7 @@ class BatchShape:
 
 
 def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
-    """Return the input and output channels of the linear layers, by their names.
+    """Return the numbers of input and output channels of each linear layer, by its name.
 
     Returns:
         Two dictionaries: for a tower layer, and for a block of the language model.
@@ -74,17 +74,16 @@ def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int
 def uses_autocast(options: EngineOptions) -> bool:
     """Return whether training runs under autocast, with trained weights in fp32.
 
-    Training in bf16 without ZeRO runs under autocast.
+    It does in bf16 without ZeRO.
     """
     return options.zero_stage == 0 and options.precision != "fp32"
 
 
 def norm_dtype_factor(options: EngineOptions) -> int:
-    """Return the size of LayerNorm's output elements, relative to the dtype of the computation.
-
-    Autocast makes the output fp32.
+    """Return the bytes of an element of LayerNorm's output, divided by those of the computation's
+    dtype. Under autocast, the output is fp32.
     """
-    return FP32 // BF16 if uses_autocast(options) else 1
+    return FP32_BYTES // BF16_BYTES if uses_autocast(options) else 1
 
 
 @dataclass(frozen=True)
@@ -95,36 +94,34 @@ class LayerStack:
         policies: The policy of each layer.
         tokens: Number of tokens of one batch.
         sizes: Sizes of one layer.
-        workspace_channels: Channels per token of the gradients alive in a layer's backward pass.
+        gradient_channels: Channels per token of the gradients that exist at once in a layer's
+            backward pass.
     """
 
     policies: list[Policy]
     tokens: float
     sizes: LayerSizes
-    workspace_channels: float
-
-    def __iter__(self) -> Iterator[Policy]:
-        return iter(self.policies)
+    gradient_channels: float
 
     @property
-    def saved(self) -> float:
+    def saved_elements(self) -> float:
         """Elements that all layers save for all tokens."""
-        return self.tokens * sum(policy.saved_channels(self.sizes) for policy in self)
+        return self.tokens * sum(policy.saved_channels(self.sizes) for policy in self.policies)
 
     @property
-    def backward_workspace(self) -> float:
+    def backward_elements(self) -> float:
         """Elements that the backward pass of one layer needs beside the saved ones."""
-        saved = min(policy.saved_channels(self.sizes) for policy in self)
+        saved = min(policy.saved_channels(self.sizes) for policy in self.policies)
         recomputed = max(self.sizes.saved_by_autograd - saved, 0)
-        return self.tokens * (recomputed + self.workspace_channels)
+        return self.tokens * (recomputed + self.gradient_channels)
 
 
 def stacks_with_backward(
     config: ChatGLMConfig, options: EngineOptions, batch: BatchShape
 ) -> list[LayerStack]:
-    """Return the stacks that have a backward pass.
+    """Return the stacks of layers that have a backward pass.
 
-    The last is the language model's. The tower's precedes it if gradients flow through the tower.
+    The last one is the language model. The tower precedes it if gradients flow through the tower.
     """
     tower_tokens = batch.num_sequences * batch.images_per_sequence * config.vision.num_positions
     tower_policies = policies_of_layers(options.tower, config.vision.num_hidden_layers)
@@ -132,7 +129,7 @@ def stacks_with_backward(
     tower, language = tower_sizes(config, options), language_sizes(config, options, batch)
     # The compiler fuses the steps that fp8 adds.
     is_eager_fp8 = options.fp8 and not options.compile
-    factor = BACKWARD_CHANNELS_FP8 if is_eager_fp8 else BACKWARD_CHANNELS
+    factor = LIVE_GRADIENTS_EAGER_FP8 if is_eager_fp8 else LIVE_GRADIENTS
     tokens = batch.num_sequences * batch.sequence_length
     stacks = [
         LayerStack(tower_policies, tower_tokens, tower, factor * config.vision.intermediate_size),
@@ -144,8 +141,9 @@ def stacks_with_backward(
 def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
     """Return whether autograd saves the input of a linear layer.
 
-    Autograd needs the input for the gradient of a trained weight or adapter. DeepSpeed's version of
-    ``F.linear`` always saves the input; layers in fp8 do not call this function.
+    Autograd needs the input for the gradient of a trained weight or adapter. If ZeRO-3 does not
+    gather whole layers, DeepSpeed replaces ``F.linear`` by a function that always saves the input.
+    Layers in fp8 do not call it.
 
     Args:
         part: One of :data:`options.MODEL_PARTS`.
@@ -167,12 +165,13 @@ def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     """Return the sizes of a tower layer.
 
-    Under autocast, the inputs of the layer's norms and the residual stream are fp32.
+    Under autocast, the saved inputs of the layer's norms and the residual stream are fp32.
     """
     hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
     norm_factor = 1 if options.compile else norm_dtype_factor(options)
     saves_input = partial(is_input_saved, options, "tower")
-    saved = (3 + 1) * hidden + 2 * norm_factor * hidden + ffn  # q, k, v, attention, norms, GELU
+    # q, k, v and the output of attention; the inputs of both norms; the input of GELU.
+    saved = (3 + 1) * hidden + 2 * norm_factor * hidden + ffn
     saved += hidden * (saves_input("query_key_value") or options.compile is True)
     saved += hidden * (saves_input("fc1") and not options.compile) + ffn * saves_input("fc2")
     return LayerSizes(
@@ -181,7 +180,7 @@ def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
         narrow_outputs=2 * hidden,  # dense and fc2
         wide_outputs=3 * hidden + ffn,
         saved_by_autograd=saved,
-        elementwise_macs=MACS_PER_MOVED_CHANNEL * (4 * hidden + 2 * ffn),
+        elementwise_macs=MACS_PER_MOVED_ELEMENT * (4 * hidden + 2 * ffn),
         wide_macs=3 * hidden**2 + hidden * ffn,
         narrow_macs=hidden**2,
         attention_macs=2 * config.vision.num_positions * hidden,
@@ -192,16 +191,17 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: BatchSh
     """Return the sizes of a block of the language model."""
     hidden, gate_up = config.hidden_size, 2 * config.ffn_hidden_size
     shapes = linear_layer_shapes(config)[1]
-    qkv, attended = shapes["query_key_value"][1], shapes["dense"][0]
+    qkv, attention_output = shapes["query_key_value"][1], shapes["dense"][0]
     saves_input = partial(is_input_saved, options, "language_model")
     # Trained embeddings are fp32, which makes the residual stream fp32.
     has_fp32_residual = uses_autocast(options) and "language_model" in trained_parts(
         options.trained
     )
-    residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
+    residual = hidden * (FP32_BYTES // BF16_BYTES if has_fp32_residual else 1)
     # Autograd saves the inputs of both norms, the outputs of attention and of query_key_value (of
     # which v is a view), and in the MLP the first layer's output and the second layer's input.
-    saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
+    saved = 2 * residual + attention_output + qkv + gate_up
+    saved += gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
         saved += 2 * hidden
     else:
@@ -210,18 +210,19 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: BatchSh
         saved += hidden * (saves_input("query_key_value") + saves_input("dense_h_to_4h"))
     sizes = LayerSizes(
         layer_input=residual,
-        attention_output=attended,
+        attention_output=attention_output,
         narrow_outputs=hidden + qkv + (0 if options.compile else hidden),
         wide_outputs=gate_up,
         saved_by_autograd=saved,
-        elementwise_macs=MACS_PER_MOVED_CHANNEL * (4 * hidden + 2 * qkv + 1.5 * gate_up),
+        elementwise_macs=MACS_PER_MOVED_ELEMENT * (4 * hidden + 2 * qkv + 1.5 * gate_up),
         wide_macs=hidden * gate_up,
-        narrow_macs=hidden * (attended + qkv),
-        attention_macs=batch.sequence_length * attended,
+        narrow_macs=hidden * (attention_output + qkv),
+        attention_macs=batch.sequence_length * attention_output,
     )
     if options.trained != "qlora":
         return sizes
-    # Selective policies do not recognize 4-bit linear layers, so each acts as "attention" does.
+    # Selective policies do not recognize 4-bit linear layers and save none of their outputs. So
+    # "linear" and "selective" have the effect of "attention".
     recomputed = POLICIES["attention"].recomputed_macs(sizes)
     return replace(
         sizes,

@@ -1,4 +1,4 @@
-"""Refuse a training that surely does not fit into memory. A training that may fit is tried."""
+"""Find out whether a training certainly does not fit into memory. One that may fit is tried."""
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import format_bytes
@@ -31,20 +31,20 @@ def find_memory_problem(
 
     Args:
         free: Usable bytes of each GPU (:func:`memory_plan.apply_memory_limit`); 0 on a CPU.
-        local_share: The share of all processes that runs on this machine.
+        local_share: The fraction of all processes that run on this machine.
     """
     usable, ram = free - NON_TORCH_BYTES, free_ram()
     if free and (needed := model_state_bytes(config, options, batch)) > usable:
         return (
             f"weights, gradients and optimizer states need {format_bytes(needed)} on each GPU, "
             f"which has {format_bytes(usable)} free; expected more GPUs with engine.zero_stage 3, "
-            "engine.offload true, engine.optimizer adamw_8bit, or another trained"
+            "engine.offload true, engine.optimizer adamw_8bit, or fewer trained weights"
         )
-    of_memory = f"of the machine's memory, of which {format_bytes(ram)} are free; expected"
+    memory = f"of the machine's memory, of which {format_bytes(ram)} are free"
     if (needed := local_share * offloaded_bytes(config, options)) > ram:
         return (
             f"engine.offload is true, and the optimizer states need {format_bytes(needed)} "
-            f"{of_memory} a machine with more, or another trained: lm, lora_all or lora_lm"
+            f"{memory}; expected a machine with more, or trained lm, lora_all or lora_lm"
         )
     if free:
         return ""
@@ -53,6 +53,6 @@ def find_memory_problem(
     if needed <= ram * (1 + ESTIMATE_ERROR):
         return ""
     return (
-        f"a step takes {format_bytes(needed)} {of_memory} a smaller model, or fewer or shorter "
-        "samples"
+        f"a step takes {format_bytes(needed)} {memory}; expected a smaller model, or fewer or "
+        "shorter samples"
     )

@@ -1,6 +1,6 @@
 """Estimate the GPU memory of a training from the model's sizes, and choose settings that fit.
 
-The estimates are arithmetic on a config; no model is built. They count what autograd saves in each
+The estimates are computed from a config; no model is built. They count what autograd saves in each
 layer, compiled or not (:mod:`activation_policies` lists the saved activations of each policy).
 ``tests/engine/test_memory_plan.py`` compares them with measured peaks at the real size.
 """
@@ -15,8 +15,8 @@ import torch
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .activation_policies import policies_of_layers
 from .layer_memory import (
-    BF16,
-    FP32,
+    BF16_BYTES,
+    FP32_BYTES,
     BatchShape,
     is_input_saved,
     linear_layer_shapes,
@@ -26,7 +26,7 @@ from .layer_memory import (
     uses_autocast,
 )
 from .options import (
-    ALL_WEIGHTS,
+    UNLIMITED_PARAMETERS,
     EngineOptions,
     choose_precision,
     is_lora,
@@ -36,7 +36,7 @@ from .options import (
 )
 
 GIB = 2**30
-# Of policies that cost the same time, the first is chosen.
+# Policies that "auto" may choose. Among policies that take equally long, the first is chosen.
 POLICY_CANDIDATES = (
     "none",
     "linear",
@@ -50,29 +50,29 @@ POLICY_CANDIDATES = (
 # Candidates for stage3_max_live_parameters where not all weights can stay gathered: the first keeps
 # some layers gathered, the second just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-# Number of weights that deepspeed_config() prefetches. While they arrive, as many used weights are
-# not yet released.
+# Number of weights that DeepSpeed prefetches (deepspeed_config). While they arrive, the same number
+# of weights that were already used is not yet released.
 PREFETCHED_PARAMETERS = 2e8
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
-# Share of memory that the allocator cannot use: fragmentation, and blocks freed by gathers.
+# Fraction of memory that the allocator cannot use: fragmentation, and blocks freed by gathers.
 ALLOCATOR_OVERHEAD = 0.05
-# LoRA adapters smaller than this share of all weights count as 0: the estimate's error is larger.
+# LoRA adapters below this fraction of all weights count as 0: the estimate's error is larger.
 MIN_ADAPTER_FRACTION = 0.001
-# Logit and its gradient in bf16, log-softmax and its gradient in fp32.
-BYTES_PER_LOGIT = 2 * BF16 + 2 * FP32
+# A logit and its gradient are in bf16, its log-softmax and the gradient of that in fp32.
+BYTES_PER_LOGIT = 2 * BF16_BYTES + 2 * FP32_BYTES
 # Compiling takes about a minute (the first step in docs/benchmarks/loss_curve.json) and saves at
 # least 0.2 s per step (docs/performance.md: 1.35 s instead of 1.82 s).
 MIN_STEPS_TO_COMPILE = 300
 
 
 def min_free_gpu_memory(limit: float | None = None) -> float:
-    """Return the smallest number of free bytes on any process's GPU; 0 without a GPU.
+    """Return the free bytes of the GPU that has the least, among all processes; 0 without a GPU.
 
     All processes get the same number, because they must choose the same settings.
 
     Args:
-        limit: GiB that torch may allocate.
+        limit: GiB that torch may allocate, or None for all.
     """
     if not torch.cuda.is_available():
         return 0.0
@@ -98,14 +98,14 @@ def decide_options(
 ) -> EngineOptions:
     """Replace each "auto" by the fastest setting whose estimate fits into free memory.
 
-    The fastest setting recomputes least. Of equals, one that also stores a transposed copy of fp8
-    weights is preferred, and next one that keeps more weights gathered. If nothing fits, the chosen
-    setting recomputes everything: the estimate may be wrong, and running out of memory is no worse
-    than a refusal.
+    The fastest setting recomputes the least. Among settings that recompute equally much, those that
+    store transposed copies of fp8 weights come first, and then those that keep more weights
+    gathered. If nothing fits, the chosen setting recomputes everything: the estimate may be wrong,
+    and running out of memory is no worse than a refusal.
 
     Args:
-        free: Bytes of each GPU (:func:`min_free_gpu_memory`); 0 without one.
-        steps: Steps of the training; None for many, for which compiling pays.
+        free: Free bytes of each GPU (:func:`min_free_gpu_memory`); 0 on a CPU.
+        steps: Steps of the training; None if there are enough for compiling to pay.
     """
     usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     if options.precision == "auto":
@@ -121,20 +121,18 @@ def decide_options(
             tower="full",
             language="full",
             stage3_max_live_parameters=min(PARTIAL_LIVE_PARAMETERS),
-            store_transposed=False,
+            may_store_transposed=False,
         )
-        without_offload, with_offload = (
-            estimate_peak_bytes(config, replace(smallest, offload=offload), batch)
-            for offload in (False, True)
-        )
-        offload = can_offload and without_offload > max(usable, with_offload)
+        peak = estimate_peak_bytes(config, replace(smallest, offload=False), batch)
+        offloaded_peak = estimate_peak_bytes(config, replace(smallest, offload=True), batch)
+        offload = can_offload and peak > max(usable, offloaded_peak)
         options = replace(options, offload=offload)
     candidates = list(_candidate_options(config, options))
     peaks = {candidate: estimate_peak_bytes(config, candidate, batch) for candidate in candidates}
     fitting = [candidate for candidate in candidates if peaks[candidate] <= usable]
     if not fitting:
-        # Prefer recomputing everything to the smallest estimate. For small models they can differ,
-        # and on a CPU nothing fits.
+        # Take the setting that recomputes the most, not the one with the smallest estimate: for
+        # small models these can differ, and on a CPU (0 free bytes) nothing fits.
         return min(
             reversed(candidates),
             key=lambda candidate: (
@@ -145,35 +143,35 @@ def decide_options(
 
     def cost(candidate: EngineOptions) -> tuple[float, bool, float]:
         recomputed = recomputed_flops(config, candidate, batch)
-        return recomputed, not candidate.store_transposed, -_max_live_parameters(candidate)
+        return recomputed, not candidate.may_store_transposed, -_max_live_parameters(candidate)
 
     return min(fitting, key=cost)
 
 
 def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
-    """Yield the options with every combination of candidates for what is not decided."""
+    """Yield the options with every combination of values for the settings that are "auto"."""
     tower_candidates = POLICY_CANDIDATES if trains_tower(options.trained) else ("full",)
-    live_candidates: tuple[float, ...] = (1e9,)
+    live_candidates: tuple[float, ...] = (1e9,)  # DeepSpeed's default
     if options.compile:
         # The first candidate keeps all weights gathered that the backward pass needs again. If only
-        # the language model has a backward pass, these are its own. With a larger limit, DeepSpeed
-        # would also keep the weights of the frozen tower gathered until the step ends.
+        # the language model has a backward pass, these are the weights of the language model. With
+        # a larger limit, DeepSpeed would also keep the frozen tower gathered until the step ends.
         lm_params = float(count_parameters(config)[1])
-        needed_again = ALL_WEIGHTS if trains_tower(options.trained) else lm_params
+        needed_again = UNLIMITED_PARAMETERS if trains_tower(options.trained) else lm_params
         live_candidates = (needed_again, *PARTIAL_LIVE_PARAMETERS)
     max_live = options.stage3_max_live_parameters
     for tower, language, live, transposed in product(
         tower_candidates if options.tower == "auto" else (options.tower,),
         POLICY_CANDIDATES if options.language == "auto" else (options.language,),
         live_candidates if max_live is None else (max_live,),
-        (True, False) if options.stores_transposed else (options.store_transposed,),
+        (True, False) if options.stores_transposed else (options.may_store_transposed,),
     ):
         yield replace(
             options,
             tower=tower,
             language=language,
             stage3_max_live_parameters=live,
-            store_transposed=transposed,
+            may_store_transposed=transposed,
         )
 
 
@@ -198,17 +196,18 @@ def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
     model."""
     vision, hidden = config.vision, config.hidden_size
     tower, language = linear_layer_shapes(config)
-    tower_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
+    biases_and_norms = 9 * vision.hidden_size + vision.intermediate_size
+    tower_layer = sum(map(prod, tower.values())) + biases_and_norms
     block = sum(map(prod, language.values())) + language["query_key_value"][1] + 2 * hidden
     # Position embedding, patch embedding with its bias, class token.
     embedding_rows = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
     tower_params = vision.num_hidden_layers * tower_layer + embedding_rows * vision.hidden_size
     embedding_params = (2 * config.padded_vocab_size + 1) * hidden
-    return tower_params + count_projection(config), config.num_layers * block + embedding_params
+    return tower_params + count_projector(config), config.num_layers * block + embedding_params
 
 
-def count_projection(config: ChatGLMConfig) -> int:
-    """Return the number of weights of the projector, which the vision part includes."""
+def count_projector(config: ChatGLMConfig) -> int:
+    """Return the number of weights of the projector."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     # The last term: biases and vectors.
     return hidden * (4 * config.vision.hidden_size + hidden + 3 * ffn) + 5 * hidden
@@ -234,10 +233,10 @@ def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
 def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
     """Return the number of trained weights."""
     vision_params, lm_params = count_parameters(config)
-    projection = count_projection(config)
+    projector_params = count_projector(config)
     sizes = {
-        "tower": vision_params - projection,
-        "projector": projection,
+        "tower": vision_params - projector_params,
+        "projector": projector_params,
         "language_model": lm_params,
     }
     parts = trained_parts(options.trained)
@@ -257,19 +256,20 @@ def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batc
         weights += element_bytes * all_params / options.zero_hpz_partition_size
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
-        weights = BF16 * embeddings + (all_params - embeddings) * 0.55  # bytes in NF4
+        # A weight in NF4 takes 4 bits, and its share of the scales.
+        weights = BF16_BYTES * embeddings + (all_params - embeddings) * 0.55
     trained = count_trained(config, options)
     if is_lora(options.trained):
         if trained < MIN_ADAPTER_FRACTION * all_params:
             trained = 0
         weights += element_bytes * trained / num_shards
-    moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
+    moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32_BYTES)
     gradients = gradient_bytes(config, options, batch)
     if stage == 0:  # trained weights are fp32
-        return weights + gradients + (FP32 - element_bytes + moments) * trained
+        return weights + gradients + (FP32_BYTES - element_bytes + moments) * trained
     if options.offload is True:  # ZeRO-3 leaves gradients on the GPU (our deepspeed/zero3.py)
         return weights + (gradients if stage == 3 else 0)
-    return weights + gradients + (FP32 + moments) * trained / batch.processes
+    return weights + gradients + (FP32_BYTES + moments) * trained / batch.processes
 
 
 def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
@@ -279,7 +279,7 @@ def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchSh
     if is_lora(options.trained) and is_small:
         return 0.0
     if options.zero_stage == 0:
-        return FP32 * trained
+        return FP32_BYTES * trained
     num_shards = batch.processes if options.zero_stage >= 2 else 1
     return _bytes_per_element(options) * trained / num_shards
 
@@ -300,7 +300,7 @@ def _fp8_savings_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Return how many bytes fp8 storage, with its transposed copies, saves compared to bf16."""
     tower_params, lm_params = count_fp8_weights(config, options)
     transposed = lm_params + (tower_params if trains_tower(options.trained) else 0)
-    return (BF16 - 1) * (tower_params + lm_params) - options.stores_transposed * transposed
+    return (BF16_BYTES - 1) * (tower_params + lm_params) - options.stores_transposed * transposed
 
 
 def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -310,7 +310,7 @@ def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
     """
     if options.offload is not True or is_lora(options.trained):
         return 0.0
-    return 4.0 * FP32 * count_trained(config, options)
+    return 4.0 * FP32_BYTES * count_trained(config, options)
 
 
 def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchShape) -> float:
@@ -320,18 +320,18 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
     the weights that autograd saves.
     """
     # A stack is all layers of the tower or of the language model, with one policy for each layer.
-    layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
+    layers = sum(stack.saved_elements for stack in stacks_with_backward(config, options, batch))
     # Elements saved outside the layers: the final norm's input and, below, the projector's.
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
     if trains_vision(options.trained):
         images = batch.num_sequences * batch.images_per_sequence * config.vision.num_image_tokens
         outside += images * _projector_channels(config, options)
-    weights = BF16 * _weights_saved_for_backward(config, options)
+    weights = BF16_BYTES * _weights_saved_for_backward(config, options)
     return _bytes_per_element(options) * (layers + outside) + weights
 
 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the channels per image token that the projector, never checkpointed, saves."""
+    """Return the channels per image token that the projector saves; it is never checkpointed."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
     # Under autocast, a norm's output is fp32.
@@ -339,21 +339,21 @@ def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
 
 
 def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Return the elements of linear layers' weights that autograd saves beside the model's own.
+    """Return the elements of weights of linear layers that autograd keeps in memory for backward.
 
-    They are autocast's copies of weights that are trained in fp32 and, under ZeRO-3, weights
-    gathered for layers that are neither compiled nor checkpointed. Products in fp8 save none.
+    They are autocast's bf16 copies of weights that are trained in fp32 and, under ZeRO-3, gathered
+    weights of layers that are neither compiled nor checkpointed. Products in fp8 save none.
     """
     is_gathered = options.zero_stage == 3 and options.gathers_whole_layers and not options.compile
     elements = 0
-    stacks = zip(
+    parts = zip(
         ("tower", "language_model"),
         (options.tower, options.language),
         (config.vision.num_hidden_layers, config.num_layers),
         linear_layer_shapes(config),
         strict=True,
     )
-    for part, policy_name, num_layers, shapes in stacks:
+    for part, policy_name, num_layers, shapes in parts:
         if part == "tower" and not trains_tower(options.trained):
             continue
         layer_elements = sum(
@@ -379,17 +379,18 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchS
     if options.zero_stage == 3:
         all_params = sum(count_parameters(config))
         gathered = min(_max_live_parameters(options) + 2 * PREFETCHED_PARAMETERS, all_params)
-        # Weights in fp8 have half the bytes.
-        gathered *= 1 - sum(count_fp8_weights(config, options)) / all_params / 2
+        fp8_fraction = sum(count_fp8_weights(config, options)) / all_params
+        gathered *= 1 - fp8_fraction / 2  # weights in fp8 have half the bytes
+        # The output layer is one weight, and is gathered as a whole.
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     element_bytes = _bytes_per_element(options)
     text_tokens = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
-    positions = min(config.loss_chunk_size, batch.num_sequences * text_tokens)
+    logit_positions = min(config.loss_chunk_size, batch.num_sequences * text_tokens)
     stacks = stacks_with_backward(config, options, batch)
-    backward = element_bytes * max(stack.backward_workspace for stack in stacks)
+    backward = element_bytes * max(stack.backward_elements for stack in stacks)
     if options.trained == "qlora":  # a layer's weight, dequantized to bf16
-        backward += BF16 * max(map(prod, linear_layer_shapes(config)[1].values()))
-    logits = BYTES_PER_LOGIT * positions * config.padded_vocab_size
+        backward += BF16_BYTES * max(map(prod, linear_layer_shapes(config)[1].values()))
+    logits = BYTES_PER_LOGIT * logit_positions * config.padded_vocab_size
     return element_bytes * gathered + max(backward, logits)
 
 
@@ -398,10 +399,10 @@ def recomputed_flops(config: ChatGLMConfig, options: EngineOptions, batch: Batch
     return 2 * sum(
         stack.tokens * policy.recomputed_macs(stack.sizes)
         for stack in stacks_with_backward(config, options, batch)
-        for policy in stack
+        for policy in stack.policies
     )
 
 
 def _bytes_per_element(options: EngineOptions) -> int:
     """Return the bytes of an element in the dtype of the computation."""
-    return FP32 if options.precision == "fp32" else BF16
+    return FP32_BYTES if options.precision == "fp32" else BF16_BYTES

@@ -1,4 +1,4 @@
-"""The engine's options. Needs no torch, so that mistakes are reported at once."""
+"""The engine's options. Needs no torch: a user's mistakes are reported before its slow import."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ from ..option_fields import EXACT, REFUSE_OTHERS, option
 from ..terminal_text import pip_install
 from .activation_policies import EVERY_N, POLICIES
 
-TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
-"""Choices of trained weights.
+TRAINED_CHOICES = ("full", "lm", "lora_lm", "lora_all", "qlora")
+"""Values of the option ``trained``: which weights are trained.
 
 full: all weights; lm: the language model's, without vision tower and projector; lora_lm: LoRA on
 the language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
 """
 
 MODEL_PARTS = ("tower", "projector", "language_model")
-"""Parts of the model. tower: the vision tower's layers and embeddings; projector: all else of the
-vision part; language_model: the rest. ``trained`` may join some of them by "+"."""
+"""Parts of the model. tower: the vision tower's layers and embeddings; projector: the other weights
+of the vision part; language_model: the rest. The option ``trained`` may also be a list of these
+names, joined by "+"."""
 
 Precision = Literal["auto", "bf16", "fp32"]
 """Dtype of the computation and of saved weights."""
@@ -26,16 +27,18 @@ Precision = Literal["auto", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less per weight."""
 
-Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
-LORA_TARGETS: tuple[str, ...] = get_args(Target)
-"""Linear layers that can have LoRA adapters."""
+LoraTarget = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
+LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+"""Linear layers that can have LoRA adapters: the first four are in each layer of the language
+model, and all except dense_h_to_4h and dense_4h_to_h are in each layer of the vision tower."""
 LANGUAGE_TARGETS = LORA_TARGETS[:4]
 TOWER_TARGETS = (*LORA_TARGETS[:2], *LORA_TARGETS[4:])
 
-ALL_WEIGHTS = 1e12
-"""More weights than any model has, for stage3_max_live_parameters."""
+UNLIMITED_PARAMETERS = 1e12
+"""A number above that of any model's weights: no limit for stage3_max_live_parameters."""
 
-# Packages that a choice imports, beside those that all training needs.
+# Packages that one choice needs, beside those that every training needs. The keys are values of
+# trained, optimizer and --weights, methods of quantization, and the command serve.
 REQUIRED_PACKAGES = {
     "lora_lm": ["peft"],
     "lora_all": ["peft"],
@@ -61,7 +64,7 @@ QUANTIZER_PACKAGES = {
 }
 REQUIRED_PACKAGES |= QUANTIZER_PACKAGES
 
-_POLICY: dict[str, Any] = {
+_POLICY_CHECKS: dict[str, Any] = {
     "pattern": f"^(auto|{'|'.join(POLICIES)}|every [1-9][0-9]{{0,8}})$",
     "expected": f"auto, {', '.join(POLICIES)} or {EVERY_N}, N > 0",
     "strict": True,
@@ -95,7 +98,7 @@ class LoraOptions:
     dropout: float | None = option(
         None, "Dropout of the adapters' input in training; null: 0.", ge=0, lt=1, strict=True
     )
-    targets: tuple[Target, ...] | Literal["all-linear"] | None = option(
+    targets: tuple[LoraTarget, ...] | Literal["all-linear"] | None = option(
         None,
         "The linear layers with adapters, in each transformer layer of the trained parts (fc1 and "
         "fc2 are the vision tower's, dense_... the language model's); null: query_key_value.",
@@ -112,9 +115,10 @@ class LoraOptions:
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """Names of the linear layers with adapters; some may be in no trained part.
+        """Names of the linear layers with adapters.
 
-        The default is that of the adapters published for this model.
+        "all-linear" includes layers of the vision tower, also if the tower gets no adapters. The
+        default is that of the adapters published for this model.
         """
         if self.targets == "all-linear":
             return LORA_TARGETS
@@ -143,8 +147,8 @@ class EngineSection:
     )
     fp8: bool = option(
         False,
-        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer), the rest as in bf16: "
-        "faster, with coarser rounding. Saved weights are bf16 as without it.",
+        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer), all else in bf16: "
+        "faster, with coarser rounding. Weights are saved in bf16.",
         strict=True,
     )
     tower: str = option(
@@ -152,9 +156,9 @@ class EngineSection:
         "Activation checkpointing of the vision tower's layers: which activations are saved; the "
         'others are recomputed. "auto": the fastest policy that fits into the GPUs\' free memory '
         '("full" on a CPU).',
-        **_POLICY,
+        **_POLICY_CHECKS,
     )
-    language: str = option("auto", "The same for the language model's layers.", **_POLICY)
+    language: str = option("auto", "The same for the language model's layers.", **_POLICY_CHECKS)
     compile: Annotated[Literal[True, False, "auto"], EXACT] = option(
         "auto",
         'Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a '
@@ -169,15 +173,15 @@ class EngineSection:
     )
     memory_limit: float | None = option(
         None,
-        "GiB that torch may allocate on a GPU that others use, too; null: all that is free.",
+        "GiB that torch may allocate on a GPU that other programs use, too; null: all free memory.",
         ge=1,
         le=1e6,
         strict=True,
     )
     zero_hpz_partition_size: int = option(
         1,
-        "DeepSpeed's ZeRO++ (hpZ): the number of GPUs of one machine, among which a second copy of "
-        "the weights is sharded, so that backward gathers nothing over the network; 1 for none.",
+        "DeepSpeed's ZeRO++ (hpZ): the number of GPUs of a machine that share a second copy of the "
+        "weights, so that backward gathers nothing over the network; 1: no second copy.",
         ge=1,
         le=2**31 - 1,
         strict=True,
@@ -192,17 +196,17 @@ class EngineOptions(EngineSection):
     ``stage3_max_live_parameters`` must be a number.
 
     Attributes:
-        trained: One of :data:`TRAINED`, or :data:`MODEL_PARTS` joined by "+".
-        store_transposed: Whether fp8 weights are also stored transposed, so that the backward pass
-            need not transpose them each time. The option has no effect on sharded weights, and
-            ``decide_options`` may turn it off to save memory.
+        trained: One of :data:`TRAINED_CHOICES`, or :data:`MODEL_PARTS` joined by "+".
+        may_store_transposed: Whether fp8 weights may also be stored transposed, so that the
+            backward pass need not transpose them each time. :attr:`stores_transposed` says whether
+            they are. ``decide_options`` may turn the option off to save memory.
         stage3_max_live_parameters: DeepSpeed's limit of the number of weights that stay gathered
             from a layer's forward to its backward.
     """
 
     trained: str = "full"
     lora: LoraOptions = LoraOptions()
-    store_transposed: bool = True
+    may_store_transposed: bool = True
     stage3_max_live_parameters: float | None = None
 
     @property
@@ -213,27 +217,28 @@ class EngineOptions(EngineSection):
 
     @property
     def policies(self) -> dict[str, str | float | None]:
-        """Policies for reports; "gathered" is ``stage3_max_live_parameters``."""
+        """The decided policies, for reports; "gathered" is ``stage3_max_live_parameters``."""
         live = self.stage3_max_live_parameters
         return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether frozen weights are stored in fp8: under LoRA, which does not save them.
+        """Whether frozen weights are stored in fp8.
 
-        With hpZ (second copies of the shards within a machine), they are not stored in fp8, because
-        DeepSpeed gathers these copies in one dtype at a time.
+        They are stored in fp8 only under LoRA, whose checkpoints do not contain them, and not with
+        hpZ (a second copy of the shards within a machine), because DeepSpeed gathers this copy in
+        one dtype at a time.
         """
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
     @property
     def stores_transposed(self) -> bool:
-        """Whether weights in fp8 are also stored transposed."""
-        return self.store_transposed and self.stores_fp8 and self.zero_stage < 3
+        """Whether weights in fp8 are also stored transposed; weights that ZeRO-3 shards are not."""
+        return self.may_store_transposed and self.stores_fp8 and self.zero_stage < 3
 
     @property
-    def shrinks_after_build(self) -> bool:
-        """Whether frozen weights are quantized on the GPU after the model was built."""
+    def quantizes_after_build(self) -> bool:
+        """Whether frozen weights are quantized only after the model was built on the GPU."""
         return self.trained == "qlora" or (self.stores_fp8 and self.zero_stage < 3)
 
     @property
@@ -261,10 +266,10 @@ def choose_precision(on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
 def check_trained(trained: str) -> None:
     """Raise ``ValueError`` if there is no such choice of trained weights."""
     parts = trained.split("+")
-    if trained not in TRAINED and ({*parts} - {*MODEL_PARTS} or len({*parts}) < len(parts)):
+    if trained not in TRAINED_CHOICES and ({*parts} - {*MODEL_PARTS} or len({*parts}) < len(parts)):
         raise ValueError(
-            f"trained is {trained!r}; expected one of {', '.join(TRAINED)}, or one or more of "
-            f"{', '.join(MODEL_PARTS)}, joined by +"
+            f"trained is {trained!r}; expected one of {', '.join(TRAINED_CHOICES)}, or one or more "
+            f"of {', '.join(MODEL_PARTS)}, joined by +"
         )
 
 
@@ -277,11 +282,11 @@ def trained_parts(trained: str) -> frozenset[str]:
     """Return the parts of the model whose own weights are trained; none for LoRA."""
     if is_lora(trained):
         return frozenset()
-    parts = {"full": MODEL_PARTS, "lm": ("language_model",)}
-    return frozenset(parts.get(trained, trained.split("+")))
+    abbreviations = {"full": MODEL_PARTS, "lm": ("language_model",)}
+    return frozenset(abbreviations.get(trained, trained.split("+")))
 
 
-def parts_with_rates(trained: str) -> frozenset[str]:
+def parts_with_learning_rates(trained: str) -> frozenset[str]:
     """Return the parts with trained weights or adapters, which may have their own learning rate."""
     if trained == "lora_all":
         return frozenset({"tower", "language_model"})
@@ -292,9 +297,8 @@ def part_of_parameter(name: str) -> str:
     """Return the part of the model that contains the parameter of this name."""
     if ".vision." not in name:
         return "language_model"
-    # Submodules of "transformer.vision.".
-    tower_prefixes = (".vision.transformer.", ".vision.patch_embedding.")
-    return "tower" if any(prefix in name for prefix in tower_prefixes) else "projector"
+    tower_modules = (".vision.transformer.", ".vision.patch_embedding.")
+    return "tower" if any(module in name for module in tower_modules) else "projector"
 
 
 def trains_tower(trained: str) -> bool:
@@ -303,20 +307,20 @@ def trains_tower(trained: str) -> bool:
 
 
 def trains_vision(trained: str) -> bool:
-    """Return whether image embeddings change in training: tower or projector are trained."""
+    """Return whether tower or projector are trained, so that the embeddings of images change."""
     return trains_tower(trained) or "projector" in trained_parts(trained)
 
 
-def require_packages(choice: str, typed: str | None = None) -> None:
+def require_packages(choice: str, subject: str | None = None) -> None:
     """Raise ``RuntimeError`` if packages that a choice needs are not installed.
 
     Args:
-        choice: A key of :data:`REQUIRED_PACKAGES`, or one that needs none.
-        typed: What the user typed for it, for the message.
+        choice: A key of :data:`REQUIRED_PACKAGES`. Other choices need no package.
+        subject: Subject of the message's sentence, by default ``choice``.
     """
     packages = REQUIRED_PACKAGES.get(choice, [])
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
-            f"{typed or choice} needs {' and '.join(missing)}: {pip_install(*missing)}"
+            f"{subject or choice} needs {' and '.join(missing)}: {pip_install(*missing)}"
         )

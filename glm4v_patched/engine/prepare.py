@@ -16,7 +16,7 @@ from .implementations import ModelUsage, use_implementations
 from .memory_plan import GIB
 from .options import EngineOptions
 from .trainable import (
-    load_trainable_adapters,
+    load_adapters,
     quantization_options,
     select_weights,
     upcast_trained,
@@ -39,7 +39,7 @@ def prepare_model(
     build: Callable[..., GLM4VForCausalLM],
     adapters: Path | None = None,
 ) -> nn.Module:
-    """Build a model and apply the options to it: frozen weights, implementations, policies.
+    """Build a model and apply the options: freeze weights, set implementations and checkpointing.
 
     Under ZeRO-3, create ``TrainingArguments`` first: they register DeepSpeed's configuration with
     transformers, which then loads weights directly into shards.
@@ -50,7 +50,7 @@ def prepare_model(
         adapters: Folder of peft adapters to train further, instead of new ones.
     """
     assert options.is_decided, "memory_plan.decide_options() comes first"
-    if not options.shrinks_after_build:
+    if not options.quantizes_after_build:
         _limit_memory(options)
     if options.zero_stage == 3:
         serialize_gloo_gathers()
@@ -60,14 +60,14 @@ def prepare_model(
         kwargs |= quantization_options(dtype, local_device())
     base = build(**kwargs)
     if adapters is not None:
-        model = load_trainable_adapters(base, adapters)
+        model = load_adapters(base, adapters)
     else:
         model = select_weights(base, options.trained, options.lora)
     if options.zero_stage == 0:
         upcast_trained(model)
     use_implementations(model, ModelUsage.training(options))
-    # Only now: the weights may have exceeded the limit until they were quantized, because bench
-    # builds its random model on the GPU.
+    # Here the frozen weights are quantized in any case. Before, they may exceed the limit, because
+    # bench builds its random model on the GPU.
     _limit_memory(options)
     is_compiled_fp8 = options.fp8 and options.compile is True
     checkpoint_layers(

@@ -7,10 +7,11 @@ from pathlib import Path
 def free_ram() -> float:
     """Return the bytes that processes can allocate before the kernel kills some.
 
-    That is the machine's free memory, or less if a limit of this process's control groups (set by
-    containers) leaves less.
+    That is the machine's free memory, or less if a memory limit of this process's control groups
+    (cgroups, which containers set) leaves less.
     """
-    limits = [1024.0 * _read_number("MemAvailable:", Path("/proc/meminfo").read_text())]
+    free_bytes = [1024.0 * _read_number("MemAvailable:", Path("/proc/meminfo").read_text())]
+    # In a container, the group's folder may be mounted as /sys/fs/cgroup itself.
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":  # cgroup v2
@@ -21,12 +22,18 @@ def free_ram() -> float:
             folders = [f"/sys/fs/cgroup/memory{group}", "/sys/fs/cgroup/memory"]
         else:
             continue
-        limits += [_free_in_group(Path(folder), *names) for folder in folders]
-    return max(min(limits), 0)
+        free_bytes += [_free_in_group(Path(folder), *names) for folder in folders]
+    return max(min(free_bytes), 0)
 
 
 def _free_in_group(folder: Path, limit_file: str, used_file: str, cache_key: str) -> float:
-    """Return the free bytes of a control group; its file cache counts as free."""
+    """Return the free bytes of a control group, infinity without a limit.
+
+    The file cache of the group counts as free.
+
+    Args:
+        cache_key: Name of the number of cached bytes in the file ``memory.stat``.
+    """
     limit, used, stat = (
         path.read_text().strip() if (path := folder / name).is_file() else ""
         for name in (limit_file, used_file, "memory.stat")

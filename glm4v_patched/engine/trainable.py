@@ -1,4 +1,4 @@
-"""Select the trained weights: everything, parts of the model, or LoRA adapters."""
+"""Select the trained weights (all, parts of the model, or LoRA adapters); quantize frozen ones."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ from .options import LoraOptions, check_trained, is_lora, part_of_parameter, tra
 
 DEFAULT_LORA = LoraOptions()
 
-# Columns of activations with an element above this threshold are computed in 16 bits by LLM.int8.
+# LLM.int8 computes the columns of activations that have an element above this threshold in 16 bits.
 INT8_OUTLIER_THRESHOLD = 6.0
 
 
@@ -25,8 +25,8 @@ def select_weights(
     """Freeze all weights that are not trained; for LoRA, wrap the model by peft.
 
     Args:
-        trained: One of :data:`options.TRAINED`, or :data:`options.MODEL_PARTS` joined by "+".
-            "qlora" needs a model that was loaded in 4 bits, or quantized by
+        trained: One of :data:`options.TRAINED_CHOICES`, or names of :data:`options.MODEL_PARTS`
+            joined by "+". "qlora" needs a model that was loaded in 4 bits, or quantized by
             :func:`quantize_linear_layers`.
 
     Returns:
@@ -56,8 +56,10 @@ def select_weights(
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
-    """Add peft's adapters from a folder to their base model, to train them further.
+def load_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
+    """Load peft's adapters from a folder into their base model.
+
+    The adapters' weights are trainable: the caller freezes them if they are not trained further.
 
     Args:
         model: glm-4v, or peft's model around it, which keeps its earlier adapters.
@@ -170,17 +172,19 @@ def _make_quantized(linear: Any, bits: int) -> nn.Module:
     """Return bitsandbytes's version of a linear layer; moving it to a device quantizes it."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
-    sizes: Any = (linear.in_features, linear.out_features, linear.bias is not None)
+    shape_args: Any = (linear.in_features, linear.out_features, linear.bias is not None)
     weight = linear.weight.data
     quantized: Any
     if bits == 4:
-        quantized = Linear4bit(*sizes, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized = Linear4bit(
+            *shape_args, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+        )
         quantized.weight = Params4bit(
             weight, requires_grad=False, quant_type="nf4", module=quantized
         )
     else:
         quantized = Linear8bitLt(
-            *sizes, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
+            *shape_args, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
         )
         # bitsandbytes quantizes these weights only when they are moved from the CPU.
         quantized.weight = Int8Params(weight.cpu(), requires_grad=False)

@@ -188,9 +188,11 @@ def require_model(job: Job) -> Job:
     require_recorded_base(base)
     require_complete_model(base.model, base.revision, job.from_scratch, job.options.trained)
     if base.adapters is not None:
-        from ..models.limits import require_adapters  # late: transformers and peft are imported
+        from ..models.limits import (
+            require_valid_adapters,
+        )  # late: transformers and peft are imported
 
-        require_adapters(base)
+        require_valid_adapters(base)
     else:
         note_cogagent_assumptions(base)
     return job.with_base(base)

@@ -177,7 +177,7 @@ class Plan:
 
     def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
-        config, local_share = load_model_config(self.base), self.placement.share
+        config, local_share = load_model_config(self.base), self.placement.local_share
         if problem := memory_check.find_memory_problem(
             config, self.options, self.batch, self.free, local_share
         ):

@@ -172,7 +172,7 @@ def describe_memory(plan: Plan) -> str:
 
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
-    if not (needed := offloaded_bytes(config, plan.options) * plan.placement.share):
+    if not (needed := offloaded_bytes(config, plan.options) * plan.placement.local_share):
         return ""
     return (
         f"{format_bytes(needed)} of the machine's memory, of which {format_bytes(free_ram())} are "

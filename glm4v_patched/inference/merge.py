@@ -210,7 +210,7 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
     import torch
     from peft.tuners.lora import LoraLayer
 
-    from ..engine.trainable import load_trainable_adapters
+    from ..engine.trainable import load_adapters
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -219,7 +219,7 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
             placeholder = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
-    peft_model = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
+    peft_model = load_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PEFT_PREFIX)}.weight": module
         for name, module in peft_model.named_modules()

@@ -1,7 +1,7 @@
 """Put this package's code beside existing weights, for ``adopt`` and for ``hub_upload``.
 
-Nothing in the original folder is changed. Its code is never run, and no setting that could make
-transformers run other code is taken over.
+Nothing in the original folder is changed. Its code is never run, and settings that could make
+transformers run other code are not copied.
 """
 
 import json
@@ -65,7 +65,7 @@ from .weight_files import (
     TensorInfo,
     keep_transformers_entries,
     read_header,
-    require_agreement,
+    require_matching_index,
     shards_of,
 )
 
@@ -75,7 +75,7 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
 TEMPLATE = "chat_template.jinja"
 LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "MODEL_LICENSE")
-# The files that are read. Code is not among them.
+# The files of the original folder that are read; none of them contains code.
 READ_FILES = (
     CONFIG,
     GENERATION_CONFIG,
@@ -84,14 +84,14 @@ READ_FILES = (
     TEMPLATE,
     *PROCESSOR_JSON_FILES,
 )
-# The Auto classes that the auto_map of each file names; config.json names all of them.
+# The Auto classes in the auto_map of each file; config.json has all of them.
 AUTO_CLASSES = {
     CONFIG: [*FULL_AUTO_MAP],
     TOKENIZER_CONFIG: ["AutoProcessor", "AutoTokenizer"],
     IMAGE_CONFIG: ["AutoImageProcessor", "AutoProcessor"],
     "processor_config.json": ["AutoProcessor"],
 }
-# Options of generation that are taken over; none of them makes transformers run other code.
+# Options of generation that are copied; none of them makes transformers run other code.
 GENERATION_KEYS = {
     *str.split(
         "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
@@ -110,6 +110,7 @@ TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat
     *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
 }
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
+# Keys of config.json that are ids of tokens, and these tokens.
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
 DISK_CURE = ", or give a folder elsewhere as --out"
@@ -118,8 +119,9 @@ PROCESSOR_CURE = (
     "expected the tokenizer and processor files that were saved with the weights, or in their "
     "place tokenizer_config.json and tokenizer.model of zai-org/glm-4v-9b"
 )
-# A Python program that converts pickled weights; weights_only refuses everything else in a pickle.
-CONVERSION = (
+# A Python program that converts pickled weights to safetensors. With weights_only, torch.load
+# refuses everything else in a pickle.
+PICKLE_CONVERSION = (
     "import glob, torch, safetensors.torch as s; "
     "[s.save_file({k: v.clone() for k, v in torch.load(p, 'cpu', weights_only=True).items()}, "
     "p[:-3] + 'safetensors', {'format': 'pt'}) for p in glob.glob('*model*.bin')]"
@@ -145,14 +147,17 @@ def require_glm4v_config(name: str, source_files: Mapping[str, bytes]) -> None:
 
 
 def make_model_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return code, settings, vocabulary and index of a model, by file name.
+    """Return the files that go beside a model's weights: code, settings, vocabulary and index.
 
     The result depends only on the arguments and on this package's version: it is the same with
-    every supported transformers. Settings that are left out are logged.
+    every supported transformers. A warning lists the settings that are left out.
 
     Args:
         name: The model's folder or id, for messages.
-        source_files: Its files of settings and vocabulary, by name (:data:`READ_FILES`).
+        source_files: The content of the model's files, by name (:data:`READ_FILES`).
+
+    Returns:
+        The content of the files, by name.
 
     Raises:
         ValueError: The config belongs to another model, a file is invalid, or two files disagree.
@@ -164,10 +169,9 @@ def make_model_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, 
     files[GENERATION_CONFIG] = _generation_config(name, source_files, config)
     if WEIGHTS_INDEX in source_files:
         index = _read_json(name, source_files, WEIGHTS_INDEX)
-        standard = keep_transformers_entries(index)
-        files[WEIGHTS_INDEX] = (
-            source_files[WEIGHTS_INDEX] if standard == index else to_json_bytes(standard)
-        )
+        known = keep_transformers_entries(index)
+        is_unchanged = known == index
+        files[WEIGHTS_INDEX] = source_files[WEIGHTS_INDEX] if is_unchanged else to_json_bytes(known)
     return files
 
 
@@ -184,7 +188,7 @@ def _auto_map(file: str) -> dict[str, Any]:
 def _generation_config(
     name: str, source_files: Mapping[str, bytes], config: dict[str, Any]
 ) -> bytes:
-    """Return generation_config.json with the options in :data:`GENERATION_KEYS`."""
+    """Return the content of generation_config.json: only options in :data:`GENERATION_KEYS`."""
     values = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     file = f"{name}: {GENERATION_CONFIG}"
     if GENERATION_CONFIG in source_files:
@@ -198,17 +202,18 @@ def _generation_config(
 
 def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
     eos = values.get("eos_token_id")
-    for number in eos if isinstance(eos, list) else [eos]:
-        if not (isinstance(number, int) and 0 <= number < vocab_size):
+    for token_id in eos if isinstance(eos, list) else [eos]:
+        if not (isinstance(token_id, int) and 0 <= token_id < vocab_size):
             raise ValueError(
-                f"{file}: eos_token_id has {number}, which is not one of the {vocab_size} token ids"
+                f"{file}: eos_token_id has {token_id}, which is not one of the {vocab_size} token "
+                "ids"
             )
 
 
 def _make_config(
     name: str, source_files: Mapping[str, bytes], processor_files: Mapping[str, bytes]
 ) -> dict[str, Any]:
-    """Return config.json with missing token ids added and our classes in auto_map."""
+    """Return the content of config.json; add our classes, and token ids that are missing."""
     file = f"{name}: {CONFIG}"
     values = _read_json(name, source_files, CONFIG)
     vision = keep_known_settings(values["vision_config"], VISION_KEYS, f"{file}: vision_config")
@@ -229,9 +234,10 @@ def _make_config(
         checked = ChatGLMConfig.from_dict(deepcopy(config | {"vision_config": vision}))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    config |= {key: getattr(checked, key) for key in ("eos_token_id",) if key not in config}
-    # Store each setting only under the name that older versions of the code know.
-    config |= {own: getattr(checked, own) for alias, own in aliases.items() if alias in config}
+    config.setdefault("eos_token_id", checked.eos_token_id)
+    # transformers may have saved a setting under an alias. Store it only under ChatGLM's own name,
+    # which older versions of the code know.
+    config |= {key: getattr(checked, key) for alias, key in aliases.items() if alias in config}
     config = {key: value for key, value in config.items() if key not in aliases}
     _check_eos_ids(config, checked.padded_vocab_size, file)
     vision.setdefault("image_size", checked.vision.image_size)
@@ -239,7 +245,7 @@ def _make_config(
     if vision["image_size"] != size:
         raise ValueError(
             f"{file}: vision_config has image_size {vision['image_size']}, but {IMAGE_CONFIG} has "
-            f"{size}: the files are not of the same model"
+            f"{size}: the files belong to different models"
         )
     if config.pop("quantization_config", None):
         config["quantization_config"] = checked.to_diff_dict()["quantization_config"]
@@ -250,32 +256,31 @@ def _make_config(
 def _processor_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files of tokenizer and processor, the same with every supported transformers.
 
-    In all versions, save_pretrained writes the same tokenizer.json, chat template and image
-    processor values. The other two config files differ between versions, so they are made here:
-    tokenizer_config.json from the source's fields, processor_config.json with only processor_class
-    and auto_map. The image processor gets its own file, the only one that transformers 4 reads for
-    it. transformers 5 reads that file, too.
+    All versions of transformers save the same tokenizer.json, chat template and settings of the
+    image processor. The other two config files differ between versions, so they are made here:
+    tokenizer_config.json gets the fields of the source's file, and processor_config.json only
+    processor_class and auto_map. The image processor gets its own file, because transformers 4
+    reads its settings from no other file. transformers 5 reads that file, too.
     """
     tokenizer = _read_json(name, source_files, TOKENIZER_CONFIG)
-    # ``unchanged`` gets the source's own files, ``saved`` what save_pretrained writes.
-    with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
+    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as saved:
         for file in source_files.keys() & {*READ_FILES}:
-            Path(unchanged, file).write_bytes(source_files[file])
+            Path(source, file).write_bytes(source_files[file])
         try:
-            processor = load_processor(ModelSource(unchanged))
+            processor = load_processor(ModelSource(source))
             if IMAGE_MARK not in (processor.chat_template or ""):
                 warn_saved_without(["chat_template, which has no images"], name)
                 processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE
             chat = [{"role": "user", "image": Image.new("RGB", (32, 32)), "content": "?"}]
             processor.apply_chat_template(chat, tokenize=True, return_dict=True)
         except (ValueError, TemplateError) as error:
-            raise ValueError(f"{str(error).replace(unchanged, name)}; {PROCESSOR_CURE}") from None
+            raise ValueError(f"{str(error).replace(source, name)}; {PROCESSOR_CURE}") from None
         processor.save_pretrained(saved)
         files = {
             file: Path(saved, file).read_bytes()
             for file in ("tokenizer.json", TEMPLATE, IMAGE_CONFIG)
         }
-    # transformers saves options of from_pretrained, too; they are left out without a warning.
+    # transformers also saves options of from_pretrained. These are left out without a warning.
     left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
     tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{name}: {TOKENIZER_CONFIG}")
@@ -293,8 +298,8 @@ class WeightFiles(NamedTuple):
     """The files of a model's weights and their tensors.
 
     Attributes:
-        paths: Each file by the name that it gets beside our code.
-        tensors: All tensors by name.
+        paths: The path of each file, by the name that the file gets beside our code.
+        tensors: All tensors, by name.
         file_index: The index of these files; None for a single file.
     """
 
@@ -304,39 +309,41 @@ class WeightFiles(NamedTuple):
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
-    """Return a folder's safetensors files, even if transformers would ignore their names.
+    """Return a folder's safetensors files, including names that transformers does not look for.
 
     Raises:
         ValueError: There are none, or they contradict each other or their index.
     """
     names = shards_of(folder)
-    is_standard = bool(names)
+    has_standard_names = bool(names)  # those that transformers looks for
     names = names or sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         if not any(folder.glob("*model*.bin")):
             raise ValueError(NO_WEIGHTS_PROBLEM)
-        command = f"cd {shlex.quote(str(folder))} && {shlex.join(['python', '-c', CONVERSION])}"
+        command = (
+            f"cd {shlex.quote(str(folder))} && {shlex.join(['python', '-c', PICKLE_CONVERSION])}"
+        )
         raise ValueError(
             "its weights are pickles (*.bin), which are not read, because a pickle may run code; "
-            f"this command writes them as safetensors, without running any: {command}"
+            f"this command converts them to safetensors without running that code: {command}"
         )
     headers = {name: read_header(folder / name) for name in names}
     weight_map = {tensor: name for name, header in headers.items() for tensor in header}
     tensors = {tensor: info for header in headers.values() for tensor, info in header.items()}
-    if names == [SINGLE_FILE] or (len(names) == 1 and not is_standard):
+    if names == [SINGLE_FILE] or (len(names) == 1 and not has_standard_names):
         return WeightFiles({SINGLE_FILE: folder / names[0]}, tensors, None)
     index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
-    if is_standard:
+    if has_standard_names:
         index = read_json_object(folder / WEIGHTS_INDEX)
-    require_agreement(index["weight_map"], headers)
+    require_matching_index(index["weight_map"], headers)
     return WeightFiles({name: folder / name for name in names}, tensors, index)
 
 
 def read_source_files(folder: Path) -> dict[str, bytes]:
-    """Return a model's files of settings, vocabulary and license, by name.
+    """Return the content of a model's files of settings, vocabulary and license, by name.
 
     Raises:
-        ValueError: A file is too large, or is a link out of the folder.
+        ValueError: A file is too large, or is a link to a file outside of the folder.
     """
     source_files = {}
     for path in sorted(folder.iterdir()):
@@ -350,20 +357,20 @@ def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
     """Hard-link files into a folder, and copy those that cannot be linked.
 
     Args:
-        files: Paths by the names that they get. Symbolic links are followed.
+        files: The path of each file, by its name in the folder. Symbolic links are followed.
 
     Returns:
         The names of the copies.
 
     Raises:
-        ValueError: The disk is too small for the copies.
+        ValueError: There is not enough free disk space for the copies.
     """
     originals = {name: Path(os.path.realpath(path)) for name, path in files.items()}
     copies = []
     for name, path in originals.items():
         try:
             os.link(path, into / name)
-        except OSError:  # another file system, one without links, or another user's file
+        except OSError:  # another file system, one without hard links, or another user's file
             copies.append(name)
     sizes = {name: originals[name].stat().st_size for name in copies}
     require_free_disk(sum(sizes.values()), into.parent)
@@ -376,11 +383,11 @@ def link_or_copy(files: Mapping[str, Path], into: Path) -> list[str]:
 
 
 class CheckedModel(NamedTuple):
-    """A model that fits its config.
+    """A model whose weights match its config, and the files of the folder to write.
 
     Attributes:
-        contents: The files beside the weights, by name.
-        left_out: Names of files of the folder that are not taken over.
+        contents: The content of the files beside the weights, by name.
+        left_out: Names of files of the original folder that are not copied.
     """
 
     config: ChatGLMConfig
@@ -392,16 +399,16 @@ class CheckedModel(NamedTuple):
 def adopt(folder: Path, out: Path | None = None) -> str:
     """Write a new folder with a model's weights and this package's code, and return a report.
 
-    Nothing in ``folder`` is changed. Weights are hard links where the file system has them, so they
-    take no space; otherwise they are copies. An error leaves no ``out``.
+    Nothing in ``folder`` is changed. Weights become hard links, which take no space, or copies if
+    the file system does not allow links. If there is an error, ``out`` is not created.
 
     Args:
-        folder: A model that was published, merged, quantized or trained, with code of any version.
+        folder: Folder of a published, merged, quantized or trained model, with any code.
         out: The new folder; by default ``folder`` with ``-adopted`` appended.
 
     Raises:
-        ValueError: The folder has no complete glm-4v or cogagent-9b, or ``out`` exists with other
-            content.
+        ValueError: The folder does not contain a complete glm-4v or cogagent-9b, or ``out``
+            exists and is not an empty folder.
         RuntimeError: ``out`` cannot be written.
     """
     folder, is_default = Path(os.path.abspath(folder)), out is None
@@ -427,7 +434,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
         except ValueError as error:
             raise ValueError(str(error).replace(str(partial), str(folder))) from None
         copies = link_or_copy(model.weights.paths, partial)
-    return _describe(folder, out, model, copies)
+    return _make_report(folder, out, model, copies)
 
 
 def _check_model(folder: Path) -> CheckedModel:
@@ -440,8 +447,8 @@ def _check_model(folder: Path) -> CheckedModel:
         command = own_command("merge", str(folder), "--out", "OUT")
         raise ValueError(
             f"{folder} has adapters ({ADAPTER_CONFIG}), and adopt takes only complete models. "
-            f"Merge them into their base model: {command}. If the weights in this folder already "
-            "contain them, move the adapters' files away"
+            f"Merge the adapters into their base model: {command}. If they are already merged into "
+            "weights in this folder, move the adapters' files away"
         )
     try:
         source_files = read_source_files(folder)
@@ -468,24 +475,24 @@ def _check_model(folder: Path) -> CheckedModel:
             contents[CONFIG] = to_json_bytes(values)
     config = ChatGLMConfig.from_dict(values)
     require_complete_weights(str(folder), config, weights.tensors)
-    taken_over = {*READ_FILES, *contents, *(path.name for path in weights.paths.values())}
+    used_names = {*READ_FILES, *contents, *(path.name for path in weights.paths.values())}
     names = sorted(path.name for path in folder.iterdir())
-    left_out = [name for name in names if name not in taken_over or name.endswith(".py")]
+    left_out = [name for name in names if name not in used_names or name.endswith(".py")]
     return CheckedModel(config, contents, weights, left_out)
 
 
-def _describe(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
+def _make_report(folder: Path, out: Path, model: CheckedModel, copies: list[str]) -> str:
     """Return the lines that the command prints."""
     config, weights = model.config, model.weights
     model_kind = "glm-4v" if config.original_rope else "cogagent-9b (original_rope is false)"
     size = sum(path.stat().st_size for path in weights.paths.values())
     num_linked = len(weights.paths) - len(copies)
-    placed = [f"{num_linked} hard links, which take no space"] * bool(num_linked)
-    placed += [f"{len(copies)} copies, because they cannot be linked"] * bool(copies)
+    kinds = [f"{num_linked} hard links, which take no space"] * bool(num_linked)
+    kinds += [f"{len(copies)} copies, because they cannot be linked"] * bool(copies)
     files = pluralize(len(weights.paths), "file")
     lines = [
         f"{out}: a {model_kind} with the code of version {__version__}",
-        f"{files} of weights ({format_bytes(size)}): {', '.join(placed)}",
+        f"{files} of weights ({format_bytes(size)}): {', '.join(kinds)}",
     ]
     if model.left_out:
         lines.append(f"left out of {folder}: {printable(listed(model.left_out, 8))}")

@@ -1,6 +1,6 @@
 """The location, the commit and the content of a model and its adapters. Needs no torch.
 
-Digests of their files identify a model and its adapters, so that folders may be moved.
+A model and its adapters are identified by digests of their files, so their folders may be moved.
 """
 
 import hashlib
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..patch.config_json import MAX_FLOAT32, find_nonfinite_number, read_json_object, why_not_glm4v
 from .weight_files import read_header
@@ -18,8 +19,8 @@ TRAINING_REPORT = "training.json"  # a training writes it beside the weights tha
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja"]
-# Types of peft's settings that are valid beside null; for other types, peft raises errors of any
-# kind.
+# Valid types of peft's settings, besides null. With values of other types, peft would raise errors
+# of any class.
 NAME_TYPES, FLAG_TYPES, NUMBER_TYPES = (str, list), (bool,), (int, float)
 PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "r": (int,),
@@ -39,7 +40,7 @@ PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
     "runtime_config": (dict,),
     "qalora_group_size": (int,),
 }
-# Settings with which peft does more than add LoRA to linear layers. They are not tested here.
+# Settings with which peft does more than add LoRA to linear layers. We do not test them.
 UNSUPPORTED_SETTINGS: tuple[str, ...] = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -60,11 +61,11 @@ BLOCK_BYTES, NUM_BLOCKS = 64 * 2**10, 64
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and optionally LoRA adapters on it.
+    """The location of a model, and optionally of LoRA adapters that were trained on it.
 
     Attributes:
         model: The folder or Hub id of the model's weights.
-        revision: The revision of a Hub id; after :func:`pin_revision` its commit.
+        revision: The revision of a Hub id; after :func:`pin_revision`, a commit.
         adapters: The folder of the adapters.
     """
 
@@ -73,23 +74,23 @@ class ModelSource:
     adapters: Path | None = None
 
 
-def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
-    """Return ``(description, path)`` of the folders that are read (:func:`paths.require_apart`)."""
-    folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
-    if base.adapters is not None:
-        folders.append(("the adapters' folder", base.adapters))
+def folders_of(source: ModelSource) -> list[tuple[str, str | Path]]:
+    """Return ``(description, path)`` of a source's folders, for :func:`paths.require_apart`."""
+    folders: list[tuple[str, str | Path]] = [("the model's folder", source.model)]
+    if source.adapters is not None:
+        folders.append(("the adapters' folder", source.adapters))
     return folders
 
 
-def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
-    """Return the adapters in a folder, with the model that they were trained on.
+def source_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
+    """Return the adapters in a folder, together with the model that they were trained on.
 
     Args:
         revision: The revision of that model, if it is on the Hub.
 
     Raises:
-        ValueError: The folder has no valid adapters, it has a model beside them, or their model is
-            not a glm-4v.
+        ValueError: The folder has no valid adapters, it also contains a model, or the model of the
+            adapters is not a glm-4v.
     """
     if any(folder.glob("model*.safetensors")):
         raise ValueError(
@@ -97,11 +98,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
             "another folder"
         )
     config = read_json_object(folder / ADAPTER_CONFIG)
-    kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
-    if kind != "LORA" or not isinstance(model, str) or not model:
+    peft_type, model = config.get("peft_type"), config.get("base_model_name_or_path")
+    if peft_type != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
-            f"{model!r}; expected LORA, and the path or id of the model under the adapters"
+            f"{folder / ADAPTER_CONFIG}: peft_type is {peft_type!r} and base_model_name_or_path is "
+            f"{model!r}; expected LORA, and the path or Hub id of the base model"
         )
     if megatron := config.get("megatron_config"):
         raise ValueError(
@@ -113,7 +114,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
             f"{folder / ADAPTER_CONFIG}: {nonfinite}; expected a finite number, at most "
             f"{MAX_FLOAT32:.2g}, the largest of float32"
         )
-    _check_setting_types(folder, config)
+    for name, value in config.items():
+        if expected := _expected_setting(name, value):
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG}: {name} is {value!r:.60}; expected {expected}"
+            )
     read_header(folder / ADAPTER_WEIGHTS)  # check that the file is readable
     if Path(model).is_dir():
         if revision is not None:
@@ -125,33 +130,26 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
     return ModelSource(model, revision or config.get("revision"), folder)
 
 
-def _check_setting_types(folder: Path, config: dict) -> None:
-    """Raise ``ValueError`` for a peft setting of the wrong type."""
-    for name, value in config.items():
-        types = PEFT_SETTING_TYPES.get(name, ())
-        expected = " or ".join(kind.__name__ for kind in types)
-        fits = not types or (value is None and name not in NOT_NULL_SETTINGS)
-        if types and value is not None:
-            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if name in UNSUPPORTED_SETTINGS:
-            # peft ignores an empty loftq_config; any other empty config means default settings.
-            fits = not value and (name == "loftq_config" or value != {})
-            expected = "null: adapters with it are not supported"
-        elif isinstance(value, list) and fits and types:
-            item_type = int if int in types else str
-            fits, expected = (
-                all(type(item) is item_type for item in value),
-                f"{item_type.__name__} in it",
-            )
-        elif name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
-            fits = all(isinstance(item, NUMBER_TYPES) and item > 0 for item in value.values())
-            expected = "numbers above 0 in it"
-        elif name == "r" and fits:
-            fits, expected = 0 < value < 2**31, "1 or more"
-        if not fits:
-            raise ValueError(
-                f"{folder / ADAPTER_CONFIG}: {name} is {value!r:.60}; expected {expected}"
-            )
+def _expected_setting(name: str, value: Any) -> str | None:
+    """Return which values of a peft setting are valid if ``value`` is not; None if it is valid."""
+    if name in UNSUPPORTED_SETTINGS:
+        # peft ignores an empty loftq_config; any other empty config means default settings.
+        is_off = not value and (name == "loftq_config" or value != {})
+        return None if is_off else "null: adapters with it are not supported"
+    types = PEFT_SETTING_TYPES.get(name)
+    if types is None or (value is None and name not in NOT_NULL_SETTINGS):
+        return None
+    has_type = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+    if not has_type:
+        return " or ".join(kind.__name__ for kind in types)
+    if isinstance(value, list):
+        item_type = int if int in types else str
+        is_valid = all(type(item) is item_type for item in value)
+        return None if is_valid else f"{item_type.__name__} in it"
+    if name in ("rank_pattern", "alpha_pattern"):
+        is_valid = all(isinstance(item, NUMBER_TYPES) and item > 0 for item in value.values())
+        return None if is_valid else "numbers above 0 in it"
+    return "1 or more" if name == "r" and not 0 < value < 2**31 else None
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:
@@ -167,33 +165,37 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
 
 
 def read_training_report(folder: Path) -> dict:
-    """Return the content of ``training.json``; empty if it cannot be read."""
+    """Return the content of ``training.json``; an empty dictionary if it cannot be read."""
     try:
         return read_json_object(folder / TRAINING_REPORT)
     except ValueError:
         return {}
 
 
-def require_recorded_base(base: ModelSource) -> None:
-    """Raise ``ValueError`` if the model under adapters has changed since they were trained."""
-    if base.adapters is None:
+def require_recorded_base(source: ModelSource) -> None:
+    """Raise ``ValueError`` if the base model of adapters has changed since they were trained."""
+    if source.adapters is None:
         return
-    recorded = read_training_report(base.adapters).get("base")
-    current = identify(replace(base, adapters=None))
+    recorded = read_training_report(source.adapters).get("base")
+    current = identify(replace(source, adapters=None))
     if isinstance(recorded, dict) and recorded != current:
-        names = sorted(n for n in recorded.keys() | current if recorded.get(n) != current.get(n))
-        lines = [f"{n}: {recorded.get(n)} recorded, {current.get(n)} now" for n in names]
+        files = sorted(recorded.keys() | current)
+        lines = [
+            f"{file}: {recorded.get(file)} recorded, {current.get(file)} now"
+            for file in files
+            if recorded.get(file) != current.get(file)
+        ]
         raise ValueError(
-            f"{base.model} has changed since the adapters in {base.adapters} were trained on it; "
-            f"restore it, or train new adapters on this one\n  " + "\n  ".join(lines)
+            f"{source.model} has changed since the adapters in {source.adapters} were trained on "
+            "it; restore it, or train new adapters on this one\n  " + "\n  ".join(lines)
         )
 
 
 @contextmanager
-def naming_hub_errors(subject: str) -> Iterator[None]:
+def explain_hub_errors(subject: str) -> Iterator[None]:
     """Raise any error of the Hub's client as a ``ValueError`` that begins with ``subject``.
 
-    The client raises errors of any kind for files of other people that it does not expect.
+    If files in a repository are not what the client expects, it raises errors of any class.
     """
     try:
         yield
@@ -201,66 +203,68 @@ def naming_hub_errors(subject: str) -> Iterator[None]:
         raise ValueError(f"{subject} cannot be loaded from the Hub: {error}") from None
 
 
-def pin_revision(base: ModelSource) -> ModelSource:
+def pin_revision(source: ModelSource) -> ModelSource:
     """Return the source with the current commit of its model on the Hub.
 
-    So all processes and later runs load the same files. A local folder is returned unchanged.
+    With the commit, all processes and later runs load the same files. If the model is a local
+    folder, the source is returned unchanged.
 
     Raises:
         ValueError: There is no such model, it contains adapters, or the Hub does not respond.
     """
-    if Path(base.model).is_dir():
-        return base
+    if Path(source.model).is_dir():
+        return source
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with naming_hub_errors(f"{base.model} is not a local folder, and"):
-        config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
+    with explain_hub_errors(f"{source.model} is not a local folder, and"):
+        config = Path(hf_hub_download(source.model, "config.json", revision=source.revision))
         commit, has_adapters = config.parent.name, False
-        # There is no such file, or the machine is offline and the file is not in the cache.
+        # These errors mean: there is no such file, or the machine is offline and the file is not in
+        # the cache.
         with suppress(EntryNotFoundError, LocalEntryNotFoundError):
-            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
+            hf_hub_download(source.model, ADAPTER_CONFIG, revision=commit)
             has_adapters = True  # transformers would silently load them
     if has_adapters:
         raise ValueError(
-            f"{base.model} on the Hub contains adapters; download them and name their folder: "
-            f"hf download {base.model} --local-dir FOLDER"
+            f"{source.model} on the Hub contains adapters; download them and use their folder: "
+            f"hf download {source.model} --local-dir FOLDER"
         )
-    if base.adapters is not None:
-        _require_glm4v(config.parent, base.adapters)
-    return replace(base, revision=commit)
+    if source.adapters is not None:
+        _require_glm4v(config.parent, source.adapters)
+    return replace(source, revision=commit)
 
 
-def identify(base: ModelSource) -> dict[str, str]:
+def identify(source: ModelSource) -> dict[str, str]:
     """Return digests of the files of a model and its adapters, by name.
 
     For a model on the Hub, return its commit in place of digests.
     """
     digests = {}
-    folder = Path(base.model)
+    folder = Path(source.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
             digests[path.name] = digest_file(path)
     else:
-        digests["model on the Hub"] = f"{base.model} at {base.revision}"
-    if base.adapters is not None:
+        digests["model on the Hub"] = f"{source.model} at {source.revision}"
+    if source.adapters is not None:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            digests[f"adapters: {name}"] = digest_file(base.adapters / name)
+            digests[f"adapters: {name}"] = digest_file(source.adapters / name)
     return digests
 
 
 def digest_file(path: Path) -> str:
     """Return the sha256 of a file.
 
-    Above 64 MiB, only the size and 64 evenly spaced blocks of 64 KiB are hashed. A change between
-    the blocks then leaves the digest as it is.
+    If the file is larger than 64 MiB, only its size and 64 evenly spaced blocks of 64 KiB are
+    hashed. The digest then does not show changes between the blocks.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= MAX_FULLY_HASHED_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         sha256 = hashlib.sha256(str(size).encode())
-        for number in range(NUM_BLOCKS):
-            file.seek(number * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
+        for block in range(NUM_BLOCKS):
+            file.seek(block * (size - BLOCK_BYTES) // (NUM_BLOCKS - 1))
             sha256.update(file.read(BLOCK_BYTES))
     return f"{sha256.hexdigest()} (of samples)"

@@ -1,7 +1,7 @@
 """Check the weights of a model's folder or Hub repository: their files, names and shapes.
 
-Reading files needs no torch. :func:`require_complete_model` needs torch, because it builds the
-model (without memory for its weights) to learn their names and shapes.
+Reading files needs no torch. :func:`require_complete_model` needs torch: it builds the model
+without memory for the weights, on the meta device, to get their names and shapes.
 """
 
 import json
@@ -15,27 +15,27 @@ from typing import Any
 from ..engine.options import part_of_parameter, trained_parts
 from ..patch.config_json import read_json_object, why_not_glm4v
 from ..terminal_text import listed
-from .base import naming_hub_errors
+from .base import explain_hub_errors
 from .weight_files import (
     SINGLE_FILE,
     WEIGHTS_INDEX,
     TensorInfo,
     check_index,
-    require_agreement,
+    require_matching_index,
     shards_of,
     tensors_of,
 )
 
-COMPUTED_BUFFER_SUFFIX = (
-    "rotary_pos_emb.inv_freq"  # a buffer in published weights, which the model computes
-)
+# A buffer in the published weights. Our model does not load it, but computes it.
+COMPUTED_BUFFER_SUFFIX = "rotary_pos_emb.inv_freq"
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 NO_WEIGHTS_PROBLEM = (
     f"a folder without weights; expected {SINGLE_FILE}, or {WEIGHTS_INDEX} and its shards. "
     "Pickled weights (*.bin) are not read: save the model again with save_pretrained of "
     "transformers"
 )
-DECODER_PREFIX = "transformer."  # begins the names of all weights of GLM4VForCausalLM
+# The names of all weights of GLM4VForCausalLM begin with it.
+BASE_MODEL_PREFIX = "transformer."
 
 
 def find_model_folder_problem(folder: Path) -> str | None:
@@ -48,8 +48,8 @@ def find_model_folder_problem(folder: Path) -> str | None:
 
 
 def _require_model_folder(folder: Path) -> None:
-    # Reading a pipe would block, so pipes are refused. Entries that this user may not look at count
-    # as missing (os.path.exists).
+    # Reading a pipe would block, so pipes are refused. Entries that this user has no permission to
+    # look at count as missing: os.path.exists is false for them.
     for path in filter(os.path.exists, [folder / name for name in os.listdir(folder)]):
         if not (os.path.isfile(path) or os.path.isdir(path)):
             raise ValueError(
@@ -68,16 +68,17 @@ def _require_model_folder(folder: Path) -> None:
 def require_complete_model(
     model: str, revision: str | None = None, from_scratch: Sequence[str] = (), trained: str = "full"
 ) -> int:
-    """Check by names and shapes that a model has exactly the weights of its config.
+    """Check that a model has exactly the weights of its config, by their names and shapes.
 
     ``from_pretrained`` only warns about missing weights, and initializes them randomly.
 
     Args:
-        model: A folder or an id of the Hub. Of files on the Hub, only the headers are read.
+        model: A folder or an id of the Hub. If the files are on the Hub, only their headers are
+            read.
         revision: The commit, if ``model`` is an id of the Hub.
-        from_scratch: Prefixes of names of weights that are missing on purpose, and that the
-            training trains from random values.
-        trained: The recipe's field ``trained``, which names the parts that are trained.
+        from_scratch: Prefixes of the names of weights that may be missing, because they are trained
+            from random values (the recipe's field ``from_scratch``).
+        trained: The recipe's field ``trained``, which says what is trained.
 
     Returns:
         The number of weights that are present.
@@ -85,7 +86,7 @@ def require_complete_model(
     Raises:
         ValueError: Weights are missing, unexpected, or of another shape.
     """
-    # This import needs torch. It is here so that other mistakes are reported before it.
+    # Not at the top, because it imports torch: other mistakes are reported before this slow import.
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     require_loadable_settings(model, revision)
@@ -102,13 +103,16 @@ def require_complete_weights(
     from_scratch: Sequence[str] = (),
     trained: str = "full",
 ) -> int:
-    """Check weights like :func:`require_complete_model`, for a config and tensors.
+    """Do what :func:`require_complete_model` does, for a config and a dictionary of tensors.
 
     Args:
+        model: The model's folder or id, for messages.
         config: A ``ChatGLMConfig``.
-        present: The tensors by name. If a tensor is ``None``, only its name is compared.
+        present: The tensors by name. If a value is None, only the name is compared.
     """
-    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
+    import torch
+
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
 
     layers = max(config.num_layers, config.vision.num_hidden_layers)
     if layers > len(present) and not from_scratch:  # building so many layers would take long
@@ -127,31 +131,31 @@ def require_complete_weights(
         for name, info in present.items()
         if info and name in expected and info.dtype not in FLOAT_DTYPES and not quantized
     ]
-    unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
-    if unused:
-        raise ValueError(
-            f"from_scratch has {unused[0]!r}, but {model} is not missing weights whose names begin "
-            f"with it; expected prefixes of missing weights ({listed(missing) or 'none'})"
-        )
-    allowed = [name for name in missing if name.startswith(tuple(from_scratch))]
-    if frozen := [
-        name for name in allowed if part_of_parameter(name) not in trained_parts(trained)
-    ]:
-        raise ValueError(
-            f"from_scratch has {frozen[0]}, which is missing in {model}, but trained: {trained} "
-            f"does not train it; expected full, or parts with {part_of_parameter(frozen[0])}"
-        )
-    not_allowed = [f"{name} {[*expected[name]]}" for name in missing if name not in allowed]
+    for prefix in from_scratch:
+        if not any(name.startswith(prefix) for name in missing):
+            raise ValueError(
+                f"from_scratch has {prefix!r}, but {model} is not missing weights whose names "
+                f"begin with it; expected prefixes of missing weights ({listed(missing) or 'none'})"
+            )
+    initialized = [name for name in missing if name.startswith(tuple(from_scratch))]
+    for name in initialized:
+        if (part := part_of_parameter(name)) not in trained_parts(trained):
+            raise ValueError(
+                f"from_scratch has {name}, which is missing in {model}, but trained: {trained} "
+                f"does not train it; expected full, or parts with {part}"
+            )
+    wrongly_missing = [f"{name} {[*expected[name]]}" for name in missing if name not in initialized]
     groups = (
         (
-            not_allowed,
+            wrongly_missing,
             f"of {len(expected)} weights are missing, which would be randomly initialized",
         ),
         (unexpected, "weights are not part of the model that its config.json describes"),
         (mismatched, "weights have other shapes than its config.json says"),
         (
             integers,
-            f"weights are not {', '.join(sorted(FLOAT_DTYPES))}; no quantization_config says why",
+            f"weights are not {', '.join(sorted(FLOAT_DTYPES))}, and there is no "
+            "quantization_config",
         ),
     )
     problems = [f"{len(names)} {problem} ({listed(names)})" for names, problem in groups if names]
@@ -159,29 +163,29 @@ def require_complete_weights(
         raise ValueError(
             f"{model}: {'; '.join(problems)}; expected the names and shapes of the published "
             "weights, with the config.json that was saved with them; merge adapters first (merge); "
-            "a recipe's from_scratch lists weights that may be randomly initialized"
+            "a recipe's from_scratch lists weights that may be missing"
         )
-    return len(expected) - len(allowed)
+    return len(expected) - len(initialized)
 
 
 def require_loadable_settings(model: str, revision: str | None = None) -> None:
     """Check that transformers accepts the settings of a model, before any weight is loaded.
 
     Raises:
-        ValueError: transformers raises an error, which may be of any kind and rarely names the
-            file. The message names the file, and the key if possible.
+        ValueError: transformers raises an error, which may be of any class and rarely names the
+            file. The ``ValueError`` names the file, and the key if possible.
     """
     from transformers.utils import cached_file
 
-    exceptions = ("missing_entries", "connection_errors", "gated_repo")
-    options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in exceptions}
+    causes = ("missing_entries", "connection_errors", "gated_repo")
+    options: dict[str, Any] = {f"_raise_exceptions_for_{cause}": False for cause in causes}
     readers = {"config.json": _read_config, "generation_config.json": _read_generation_config}
     for name, read in readers.items():
         if file := cached_file(model, name, revision=revision, **options):
             values = read_json_object(Path(file))
             try:
                 read(values)
-            except Exception as error:  # transformers raises any kind
+            except Exception as error:  # transformers raises errors of any class
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 problem = f"cannot be read ({kind}{error})"
                 if key := next((key for key in values if _reads_without(key, values, read)), None):
@@ -191,6 +195,7 @@ def require_loadable_settings(model: str, revision: str | None = None) -> None:
 
 
 def _reads_without(key: str, values: dict, read: Callable[[dict], None]) -> bool:
+    """Return whether settings can be read without ``key``, so that ``key`` is the problem."""
     with suppress(Exception):
         read({name: value for name, value in values.items() if name != key})
         return True
@@ -206,9 +211,9 @@ def _read_config(values: dict) -> None:
         if values.get(key):
             raise ValueError(f"{key} names files that are not checked")
     ChatGLMConfig.from_dict(deepcopy(values))
-    if (quantized := values.get("quantization_config")) is not None:
+    if (quantization := values.get("quantization_config")) is not None:
         with suppress(ImportError):  # a missing package is reported when the model is loaded
-            AutoQuantizationConfig.from_dict(quantized)
+            AutoQuantizationConfig.from_dict(quantization)
 
 
 def _read_generation_config(values: dict) -> None:
@@ -235,27 +240,25 @@ def _compare_weights(
     quantized: bool,
 ) -> tuple[list[str], list[str], list[str]]:
     """Return the names of weights that are missing, unexpected, and of another shape."""
-    # If the decoder was saved alone, names have no prefix, and transformers adds it.
-    if not expected.keys() & present and any(DECODER_PREFIX + name in expected for name in present):
-        present = {DECODER_PREFIX + name: info for name, info in present.items()}
+    # If a ChatGLMModel was saved alone, the names have no prefix, and transformers adds it.
+    if not expected.keys() & present and any(
+        BASE_MODEL_PREFIX + name in expected for name in present
+    ):
+        present = {BASE_MODEL_PREFIX + name: info for name, info in present.items()}
     present = {n: info for n, info in present.items() if not n.endswith(COMPUTED_BUFFER_SUFFIX)}
-    # A quantized weight is stored in pieces, such as .weight.absmax, .weight_packed or .qweight.
-    modules_with_tensors = {
-        name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present
-    }
-    piece_prefixes = tuple(n.removesuffix("weight") for n in expected if n.endswith(".weight"))
-    if not quantized:
-        modules_with_tensors, piece_prefixes = set(), ()
-    missing = [
-        name
-        for name in expected
-        if name not in present
-        and not (name.endswith(".weight") and name.removesuffix(".weight") in modules_with_tensors)
-    ]
+    quantized_weights: set[str] = set()
+    tensor_prefixes: tuple[str, ...] = ()
+    if quantized:
+        # A quantized weight is stored as several tensors, such as layer.weight.absmax,
+        # layer.weight_packed or layer.qweight. All of them begin with "layer.".
+        modules = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present}
+        quantized_weights = {f"{module}.weight" for module in modules}
+        tensor_prefixes = tuple(n.removesuffix("weight") for n in expected if n.endswith(".weight"))
+    missing = [name for name in expected if name not in present and name not in quantized_weights]
     unexpected = [
         f"{name} {[*info.shape] if info else ''}".rstrip()
         for name, info in present.items()
-        if name not in expected and not name.startswith(piece_prefixes)
+        if name not in expected and not name.startswith(tensor_prefixes)
     ]
     mismatched = [
         f"{name}: {[*info.shape]}, not {[*shape]}"
@@ -267,23 +270,23 @@ def _compare_weights(
 
 
 def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
-    """Return the tensors of a folder or a Hub repository, by reading only the files' headers."""
+    """Return the tensors of a folder or a Hub repository; only headers of files are read."""
     folder = Path(model)
     if folder.is_dir():
         return tensors_of(folder)
     from huggingface_hub import HfApi, snapshot_download
 
+    # If all files are in the cache, no request is sent to the Hub.
     with suppress(OSError, ValueError):  # raised if files are not in the cache
-        # If all files are in the cache, no request is sent to the Hub.
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
             return tensors_of(cached)
-    with naming_hub_errors(f"the weights of {model}"):
+    with explain_hub_errors(f"the weights of {model}"):
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
     headers = {n: tensors_of_hub_file(file) for n, file in metadata.files_metadata.items()}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
-        require_agreement(check_index(index), headers)
+        require_matching_index(check_index(index), headers)
     return {name: info for tensors in headers.values() for name, info in tensors.items()}
 
 

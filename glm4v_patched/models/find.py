@@ -1,4 +1,4 @@
-"""Find the model to load. Importing this needs no torch, so that mistakes are reported at once."""
+"""Find the model to load. Needs no torch: a user's mistakes are reported before its slow import."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ModelSource,
-    base_of_adapters,
-    naming_hub_errors,
+    explain_hub_errors,
     pin_revision,
     require_recorded_base,
+    source_of_adapters,
 )
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
@@ -23,7 +23,7 @@ ADAPTER_FILES += ["*processor*.json", "tokenizer.model", "chat_template.jinja"]
 
 
 def find_model_problem(model: str) -> str | None:
-    """Return why a folder or Hub id cannot be that of a model or adapters, or None if it can."""
+    """Return why ``model`` cannot be the folder or Hub id of a model or of adapters, or None."""
     if os.path.isdir(model):
         return find_model_folder_problem(Path(model))
     expected = "expected a folder, or an id of the Hub such as zai-org/glm-4v-9b"
@@ -47,65 +47,66 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         name: A folder or Hub id, of a model or of adapters.
         revision: The revision of a Hub id; for a folder of adapters, the revision of their model on
             the Hub.
-        weights: How the weights will be quantized: one of :data:`quantized_weights.WEIGHT_FORMATS`;
-            None keeps them as saved.
+        weights: One of :data:`quantized_weights.WEIGHT_FORMATS`, if the weights will be quantized;
+            None if they stay as they were saved.
 
     Raises:
-        ValueError: The model is missing, incomplete or not a glm-4v; the model under its adapters
-            has changed; it was saved quantized and ``weights`` is set; or the Hub does not respond.
+        ValueError: The model is missing, incomplete or not a glm-4v; it has changed since adapters
+            were trained on it; it was saved quantized and ``weights`` is not None; or the Hub does
+            not respond.
         RuntimeError: A package is missing.
     """
     if problem := find_model_problem(name):
         raise ValueError(f"{name}: {problem}")
-    base = _find_base(name, revision)
+    source = _resolve_source(name, revision)
     if weights is not None:
         require_packages(weights, f"--weights {weights}")
     with show_progress(f"checking {printable(name)}"):  # imports transformers and reads files
-        base = pin_revision(base)
-        require_recorded_base(base)
-        require_complete_model(base.model, base.revision)
-        if base.adapters is not None:
-            from .limits import require_adapters  # imports peft
+        source = pin_revision(source)
+        require_recorded_base(source)
+        require_complete_model(source.model, source.revision)
+        if source.adapters is not None:
+            from .limits import require_valid_adapters  # imports peft
 
-            require_adapters(base)
+            require_valid_adapters(source)
         else:
-            note_cogagent_assumptions(base)
-    if method := quantized_by(base.model, base.revision):
+            note_cogagent_assumptions(source)
+    if method := quantized_by(source.model, source.revision):
         if weights is not None:
             raise ValueError(
-                f"--weights {weights}: {base.model} was saved quantized by {method}; remove "
+                f"--weights {weights}: {source.model} was saved quantized by {method}; remove "
                 "--weights"
             )
-        require_known_quantizer(base.model, method)
-        require_packages(method, f"{base.model}, which was saved quantized by {method},")
-    return base
+        require_known_quantizer(source.model, method)
+        require_packages(method, f"{source.model}, which was saved quantized by {method},")
+    return source
 
 
-def note_cogagent_assumptions(base: ModelSource) -> None:
-    """Print what this package assumes of a cogagent-9b, unless it has saved the model itself.
+def note_cogagent_assumptions(source: ModelSource) -> None:
+    """Print what this package assumes about cogagent-9b, if the model is a cogagent-9b.
 
-    A model that it has saved names our class in its config.
+    Nothing is printed if this package has saved the model, so that its config names our class.
     """
     from ..remote.configuration_chatglm import AUTO_MAP, ChatGLMConfig
 
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    config = ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
     our_class = AUTO_MAP["AutoModelForCausalLM"].rpartition(".")[2]
     if not config.original_rope and our_class not in (config.architectures or ()):
-        print_cogagent_assumptions(base.model)
+        print_cogagent_assumptions(source.model)
 
 
 def print_cogagent_assumptions(model: str) -> None:
-    """Print what this package assumes of a cogagent-9b."""
+    """Print what this package assumes about cogagent-9b."""
     line = (
-        f"{model} rotates by halves, as cogagent-9b does. Its published code was not read for this "
-        "package: the tokens of an image are taken to share one position id, as in glm-4v-9b. "
-        "`glm4v-patched compare FOLDER` tests this on your download"
+        f"{model} has the rotary embedding of cogagent-9b (rotated halves). We have not read the "
+        "published code of cogagent-9b. We assume that the tokens of an image share one position "
+        "id, as in glm-4v-9b. `glm4v-patched compare FOLDER` tests this on your download"
     )
     write_line(printable(line), file=sys.stderr)
 
 
 def require_known_quantizer(model: str, method: str | None) -> None:
-    """Raise ``ValueError`` unless transformers loads a model that was saved with this method."""
+    """Raise ``ValueError`` unless transformers can load weights quantized by this method."""
     if method not in QUANTIZER_PACKAGES:
         raise ValueError(
             f"{model}: config.json: quantization_config has quant_method {method!r:.60}; "
@@ -113,16 +114,16 @@ def require_known_quantizer(model: str, method: str | None) -> None:
         )
 
 
-def _find_base(name: str, revision: str | None) -> ModelSource:
-    """Return a model, or adapters with the model that they were trained on."""
+def _resolve_source(name: str, revision: str | None) -> ModelSource:
+    """Return the source for a folder or Hub id of a model, or of adapters of a model."""
     downloaded = adapters_of_hub(name, revision)
     folder = downloaded or Path(name)
     if not (folder / ADAPTER_CONFIG).is_file():
         if revision is not None and folder.is_dir():
             raise ValueError(f"--revision {revision}: {name} is a folder, and has no revisions")
         return ModelSource(name, revision)
-    base = base_of_adapters(folder, revision if downloaded is None else None)
-    if problem := find_model_problem(base.model):
+    source = source_of_adapters(folder, revision if downloaded is None else None)
+    if problem := find_model_problem(source.model):
         key = "base_model_name_or_path"
         cure = f"if it was moved, write its path as {key} in {folder / ADAPTER_CONFIG}"
         if downloaded is not None:
@@ -131,16 +132,16 @@ def _find_base(name: str, revision: str | None) -> ModelSource:
                 f"write it as {key} in a copy of the adapters (hf download {name} --local-dir "
                 "FOLDER)"
             )
-        raise ValueError(f"{name} contains adapters of the model {base.model}: {problem}; {cure}")
-    require_packages("lora_lm")
-    return base
+        raise ValueError(f"{name} contains adapters of the model {source.model}: {problem}; {cure}")
+    require_packages("lora_lm")  # peft
+    return source
 
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
-    """Return the folder in the Hub's cache that has the adapters of a Hub id.
+    """Return the folder in the Hub's cache that contains the adapters of a Hub id.
 
-    They are downloaded if needed. Return None for a local folder, and if no adapters are found;
-    :func:`pin_revision` reports errors later.
+    The adapters are downloaded if needed. If ``name`` is a local folder, or if the Hub has no
+    adapters of this id, return None. :func:`pin_revision` reports other errors later.
 
     Raises:
         ValueError: The Hub does not respond, and the cache has no config of this id.
@@ -159,7 +160,7 @@ def adapters_of_hub(name: str, revision: str | None) -> Path | None:
         raise ValueError(problem) from None
     except (OSError, ValueError, HfHubHTTPError):  # no such file, no such id, no response
         return None
-    with naming_hub_errors(f"the adapters {name}"):
+    with explain_hub_errors(f"the adapters {name}"):
         return Path(
             snapshot_download(name, revision=config.parent.name, allow_patterns=ADAPTER_FILES)
         )

@@ -1,9 +1,10 @@
 """Run other people's chat templates and regular expressions in a process with limits.
 
-A template is a program, and a regular expression can run for ever. Reading them does not tell how
-long they take. So a child process runs them, and the operating system limits the memory and time of
-this child. The child starts with the first request, handles one request after the other, and ends
-with the process that started it. It runs this file as a module, and imports no torch.
+A template is a program, and a regular expression can run for ever. Nobody can see how long they
+take without running them. So a child process runs them, and the operating system limits the memory
+and time of this child. The child starts with the first request, handles one request after the
+other, and ends with the process that started it. It runs this file as a module, and imports no
+torch.
 """
 
 import atexit
@@ -60,7 +61,10 @@ class TaskFailed(Exception):
 
 
 class LimitedProcess:
-    """The client of the limited process. Threads and forked processes may share it."""
+    """The client of the limited process.
+
+    Threads share one limited process; a forked process starts its own.
+    """
 
     _process: subprocess.Popen | None
     _replies: io.BufferedReader
@@ -82,7 +86,7 @@ class LimitedProcess:
         with self._lock:
             try:
                 reply = self._request(body, ProcessLimits.for_request(len(body)))
-            # The rest of a reply that was read in part would be taken for the next reply.
+            # After an interruption, the rest of this reply would be read as the next reply.
             except BaseException:
                 self._stop()
                 raise
@@ -95,10 +99,8 @@ class LimitedProcess:
     def _request(self, body: bytes, limits: ProcessLimits) -> dict:
         """Send a request to the limited process, which is started if needed; return the reply."""
         if (process := self._process) is None:
-            command, pipe = (
-                python_module_command("glm4v_patched.models.limited_process"),
-                subprocess.PIPE,
-            )
+            command = python_module_command("glm4v_patched.models.limited_process")
+            pipe = subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
             self._process, self._replies = process, io.BufferedReader(process.stdout)  # type: ignore
         unsent = memoryview(_as_line(limits) + body)
@@ -134,9 +136,9 @@ def _as_line(value: Any) -> bytes:
 
 
 def _json_fallback(value: Any) -> Any:
-    """Return, for a value that JSON does not have, the one that templates see in its place.
+    """Replace a value that JSON cannot represent.
 
-    A numpy scalar becomes a number, and any other object, such as an image, its type's name.
+    A numpy scalar is replaced by a number, any other object, such as an image, by its type's name.
     """
     is_number = type(value).__module__ == "numpy" and not getattr(value, "shape", True)
     return value.item() if is_number else f"<{type(value).__name__}>"
@@ -150,7 +152,11 @@ def render(options: dict[str, Any]) -> Any:
 
 
 def match_patterns(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
-    """Match all names with each pattern, a pair of a function's name in ``re`` and a regex."""
+    """Match all names with each pattern; the time that this takes is the only result.
+
+    Args:
+        patterns: Pairs of the name of a function in ``re`` and a regular expression.
+    """
     for function, pattern in patterns:
         compiled = re.compile(pattern)
         for name in names:

@@ -1,7 +1,8 @@
 """Limit the time and memory that another person's folder may take when it is loaded.
 
-:mod:`check_weights` compares the sizes in a config, :mod:`..patch.config_json` reads JSON, and
-:mod:`limited_process` runs programs (templates and regular expressions).
+Other modules have further limits: :mod:`check_weights` of the sizes in a config,
+:mod:`..patch.config_json` of JSON files, and :mod:`limited_process` of programs (templates and
+regular expressions).
 """
 
 import json
@@ -22,8 +23,8 @@ from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
 from .limited_process import LIMITED_PROCESS, LimitExceeded, TaskFailed
 from .weight_files import read_header
 
-# JSON files that transformers reads by itself, except config.json, which is checked with the
-# weights.
+# JSON files that transformers reads to load tokenizer and processor. It also reads config.json,
+# which check_weights.py checks.
 PROCESSOR_JSON_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
 PROCESSOR_JSON_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
 PROCESSOR_JSON_FILES += ["tokenizer_config.json"]
@@ -33,7 +34,7 @@ BPE_RANKS_FILE = "tokenizer.model"  # BPE tokens and their ranks, one a line
 OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
 OTHER_FILE_KEYS |= {"tokenizer_object"}
 # Limits of the number of tokens beside the vocabulary, of the characters of such a token, and of
-# the bytes of a line of the ranks file. Loading or encoding takes time by the squares of these.
+# the bytes of a line of the ranks file. The time of loading or encoding grows with their squares.
 MAX_ADDED_TOKENS, MAX_TOKEN_CHARACTERS, MAX_RANK_LINE_BYTES = 2**14, 256, 2**11
 # Allowed types of normalizers and pre-tokenizers in a tokenizer.json. Other types can lengthen a
 # text without limit, or run for ever.
@@ -57,8 +58,8 @@ def _are_tokens_by_id(values: Any) -> bool:
 
 TOKEN_CHECK = (lambda value: value is None or _is_token(value), "a token as text or as an object")
 SIDE_CHECK = (lambda value: value in ("left", "right"), "left or right")
-# Checks of the tokenizer's settings. For invalid values, transformers raises errors of any kind,
-# sometimes only when the first text is encoded.
+# Checks of the tokenizer's settings (check_setting_types). Without them, transformers raises errors
+# of any class for invalid values, sometimes only when the first text is encoded.
 TOKENIZER_SETTINGS: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
     "clean_up_tokenization_spaces": "optional_flag",
@@ -95,10 +96,14 @@ RANK_SIZED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedd
 
 @dataclass
 class LimitedTemplate:
-    """Renderer of chats, like transformers' ``render_jinja_template``, for any template.
+    """Replacement of transformers' ``render_jinja_template`` that is safe for any chat template.
 
-    A template other than this package's runs in the limited process. A template that exceeded a
-    limit once is not tried again: ``error`` is then the message.
+    A template other than this package's runs in the limited process. If a template has exceeded a
+    limit once, it is not run again.
+
+    Attributes:
+        location: The folder or id of the tokenizer, for messages.
+        error: The message of the exceeded limit.
     """
 
     location: str
@@ -122,12 +127,12 @@ class LimitedTemplate:
         raise ValueError(self.error)
 
 
-def require_settings(location: str, revision: str) -> None:
+def require_processor_files(location: str, revision: str) -> None:
     """Check the tokenizer and processor files of a folder or Hub id.
 
     Raises:
-        ValueError: A file cannot be read, is too large or too deeply nested, or contains something
-            that would run for ever.
+        ValueError: A file cannot be read, is too large or too deeply nested, or contains a type or
+            a regular expression that may run for ever.
     """
     folder = Path(location)
     if not folder.is_dir():
@@ -137,7 +142,7 @@ def require_settings(location: str, revision: str) -> None:
         folder = Path(snapshot_download(location, revision=revision, allow_patterns=patterns))
     for name in PROCESSOR_JSON_FILES:
         if (path := folder / name).exists():
-            _require_setting(path, path.stat().st_mtime_ns)
+            _require_processor_json(path, path.stat().st_mtime_ns)
     templates = (path for pattern in TEMPLATE_FILES for path in folder.glob(pattern))
     for path in templates:
         try:
@@ -152,16 +157,18 @@ def require_settings(location: str, revision: str) -> None:
 
 
 @lru_cache
-def _require_setting(path: Path, mtime_ns: int) -> None:
-    """Check one file. The result is cached by ``mtime_ns``: reading a vocabulary takes a second."""
+def _require_processor_json(path: Path, mtime_ns: int) -> None:
+    """Check one file. The result is cached until ``mtime_ns`` changes, because reading a vocabulary
+    takes a second."""
     values = read_json_object(path)
     if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
         raise ValueError(
             f"{path}: {keys[0]} is {shorten(str(values[keys[0]]))}, which names files to read in "
             "place of those that were checked; remove it"
         )
-    lists = {path.name: values} if path.name == "added_tokens.json" else values
-    for key, tokens in lists.items():
+    # The whole file added_tokens.json is one collection of tokens.
+    collections = {path.name: values} if path.name == "added_tokens.json" else values
+    for key, tokens in collections.items():
         if isinstance(tokens, (dict, list)) and len(tokens) > MAX_ADDED_TOKENS and key != "model":
             problem = f"{path}: {key} has {len(tokens):,} entries"
             raise ValueError(f"{problem}; expected at most {MAX_ADDED_TOKENS:,}")
@@ -174,22 +181,23 @@ def _require_setting(path: Path, mtime_ns: int) -> None:
         _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), PRE_TOKENIZERS)
 
 
-def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
-    """Raise ``ValueError`` for a part of a tokenizer that may run for ever.
+def _require_known_types(location: str, component: Any, allowed: set[str]) -> None:
+    """Raise ``ValueError`` for a normalizer or pre-tokenizer that may run for ever.
 
-    Its type has to be in ``allowed``, and it may split only by this model's regular expression.
+    Its type must be in ``allowed``, and it may split only by this model's regular expression. The
+    components of a "Sequence" are checked, too.
     """
-    if not isinstance(part, dict):
+    if not isinstance(component, dict):
         return
-    split = part.get("pattern")
+    split = component.get("pattern")
     pattern = split.get("Regex") if isinstance(split, dict) else None
-    if part.get("type") not in allowed or pattern not in (None, SPLIT_PATTERN):
+    if component.get("type") not in allowed or pattern not in (None, SPLIT_PATTERN):
         raise ValueError(
-            f"{location} has {shorten(json.dumps(part, ensure_ascii=False))}; expected the types "
-            f"{', '.join(sorted(allowed))}, and only this model's regular expression"
+            f"{location} has {shorten(json.dumps(component, ensure_ascii=False))}; expected the "
+            f"types {', '.join(sorted(allowed))}, and only this model's regular expression"
         )
     for key in ("normalizers", "pretokenizers"):
-        for inner in part[key] if isinstance(part.get(key), list) else ():
+        for inner in component[key] if isinstance(component.get(key), list) else ():
             _require_known_types(location, inner, allowed)
 
 
@@ -206,57 +214,60 @@ def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
         )
 
 
-def require_adapters(base: ModelSource) -> None:
-    """Check adapters before peft loads them, on a model on the meta device, without memory.
+def require_valid_adapters(source: ModelSource) -> None:
+    """Check adapters before peft loads them.
 
-    peft would make layers of any rank that the config names.
+    peft would allocate layers of any rank that the config names. So peft makes the adapters on the
+    meta device first, without memory, and their shapes are compared with those in the file.
 
     Raises:
         ValueError: A pattern of the config takes too long, peft cannot make the adapters, or their
             weights do not match the config.
     """
-    if base.adapters is None:
+    if source.adapters is None:
         return
+    import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
 
-    path = base.adapters / ADAPTER_CONFIG
-    config = ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+    path = source.adapters / ADAPTER_CONFIG
+    config = ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
     with torch.device("meta"):
         model = GLM4VForCausalLM(config)
     _require_quick_patterns(path, [name for name, _ in model.named_modules()])
-    tensors = read_header(base.adapters / ADAPTER_WEIGHTS)
+    tensors = read_header(source.adapters / ADAPTER_WEIGHTS)
     present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
             # peft warns about its own use of transformers, and about missing names.
             warnings.simplefilter("ignore")
-            settings = LoraConfig.from_pretrained(str(base.adapters))
+            settings = LoraConfig.from_pretrained(str(source.adapters))
             settings.init_lora_weights = False  # meta tensors have no values
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)
             state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # The sizes of other weights do not depend on the rank. Loading reports those that are missing.
+    # Only the sizes of these weights depend on the rank. If other weights are missing, loading the
+    # adapters reports it.
     expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
     mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
     if mismatched:
         name = mismatched[0]
         problem = f"{name} is {present.get(name, 'missing')} in {ADAPTER_WEIGHTS}, and "
-        problem += f"{expected[name]} by {ADAPTER_CONFIG}"
+        problem += f"{expected[name]} according to {ADAPTER_CONFIG}"
         raise ValueError(
-            f"{base.adapters}: {len(mismatched)} of {len(expected)} weights do not match "
-            f"{ADAPTER_CONFIG} on {base.model}: {problem}; expected the settings that they were "
-            "saved with"
+            f"{source.adapters}: {len(mismatched)} of {len(expected)} weights do not match "
+            f"{ADAPTER_CONFIG} on {source.model}: {problem}; expected the settings with which they "
+            "were saved"
         )
 
 
-def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
+def _require_quick_patterns(path: Path, module_names: Sequence[str]) -> None:
     """Match all module names with the regular expressions of adapters, in the limited process.
 
-    peft will do the same when it loads the adapters.
+    peft matches them without a limit when it loads the adapters.
     """
     config = read_json_object(path)
     for key, (function, wrapper) in PEFT_PATTERNS.items():
@@ -269,11 +280,12 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
             continue
         try:
             LIMITED_PROCESS.run(
-                "match", [(function, wrapper.format(pattern)) for pattern in patterns], modules
+                "match", [(function, wrapper.format(pattern)) for pattern in patterns], module_names
             )
         except LimitExceeded as error:
             raise ValueError(
-                f"{path}: {key} {error} when it was compared with the names of {len(modules):,} "
+                f"{path}: {key} {error} when it was compared with the names of "
+                f"{len(module_names):,} "
                 f"modules: {shorten(str(value))}; expected a list of names, or a pattern without "
                 "nested repetitions"
             ) from None

@@ -16,14 +16,14 @@ from ..engine.implementations import ModelUsage, use_implementations
 from ..engine.memory_plan import count_parameters
 from ..engine.options import choose_precision
 from ..engine.ram import free_ram
-from ..engine.trainable import load_trainable_adapters, quantization_options
+from ..engine.trainable import load_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import format_bytes, show_progress
 from .base import ModelSource
 from .check_weights import quantized_by
-from .limits import LimitedTemplate, require_settings, require_short_tokens
+from .limits import LimitedTemplate, require_processor_files, require_short_tokens
 
 
 class LoadedModel(NamedTuple):
@@ -34,7 +34,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_with_processor(
-    base: ModelSource,
+    source: ModelSource,
     device: str = "cuda",
     weights: str | None = None,
     verbose: bool = True,
@@ -43,36 +43,36 @@ def load_with_processor(
     """Load a model and its processor.
 
     Args:
-        base: From :func:`find.find_source`.
-        device: As in torch. Weights are loaded directly to a GPU.
-        weights: How to quantize the weights of the layers: one of
-            :data:`quantized_weights.WEIGHT_FORMATS`, or None to keep them as saved. Projector,
-            embeddings and output layer are never quantized. For fp8 the model is loaded to CPU
-            memory first, and the GPU never stores it in full.
+        source: From :func:`find.find_source`.
+        device: A device of torch, by its name. Weights are loaded directly to a GPU.
+        weights: One of :data:`quantized_weights.WEIGHT_FORMATS`, to which the weights of the layers
+            are quantized, or None to keep them as saved. Projector, embeddings and output layer are
+            never quantized. For fp8, the model is loaded to CPU memory first, so that the GPU never
+            contains all weights in bf16.
         verbose: Print a line while loading.
-        dtype: Name of a dtype of torch; "auto" is the one that the model was saved in.
+        dtype: Name of a dtype of torch; "auto" is the dtype in which the model was saved.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
             "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
             "To use the CPU: --device cpu"
         )
-    if os.path.isdir(base.model):  # the progress bar of a download shows more than our line
+    if os.path.isdir(source.model):  # during a download, transformers' progress bar is useful
         disable_progress_bar()
-    options: dict[str, Any] = {"revision": base.revision or "main", "dtype": dtype}
-    build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
+    options: dict[str, Any] = {"revision": source.revision or "main", "dtype": dtype}
+    build = partial(GLM4VForCausalLM.from_pretrained, source.model, **options)
     with show_progress("loading the model", verbose):
-        model = build_on_device(build, device, weights, base.adapters)
-    return LoadedModel(model.eval().requires_grad_(False), load_processor(base))
+        model = build_on_device(build, device, weights, source.adapters)
+    return LoadedModel(model.eval().requires_grad_(False), load_processor(source))
 
 
 def build_on_device(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
-    """Return a model on a device.
+    """Build a model on a device, quantize it, and set the implementations for inference.
 
     Args:
-        build: Function that takes further options of ``from_pretrained`` and returns the model: a
+        build: Called with further options of ``from_pretrained``; returns the model. It is a
             partial of ``from_pretrained``, or of :func:`trainable.build_random_model`.
         weights: As for :func:`load_with_processor`.
         adapters: Folder of adapters to load on the model.
@@ -92,20 +92,20 @@ def build_on_device(
         options = {"device_map": {"": torch.device(device)}}
     model = build(**options)
     if adapters is not None:
-        model = load_trainable_adapters(model, adapters)
+        model = load_adapters(model, adapters)
     use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
-    # use_implementations moved the fp8 layers, so that the GPU never stores all of them in bf16.
     if weights == "fp8":
+        # use_implementations has moved the layers that it quantized. Here the rest is moved.
         model.to(torch.device(device))
     return model
 
 
-def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
-    """Return the dtype that answers are computed in on a CPU, and why if ``dtype`` is "auto".
+def choose_dtype(source: ModelSource, dtype: str, processes: int = 1) -> tuple[str, str]:
+    """Return the dtype for inference on a CPU, and the reason for it if ``dtype`` is "auto".
 
     On a CPU without instructions for bf16, prompts take several times as long in 16 bits as in
-    fp32; generated tokens take equally long. A model that was saved quantized, in fp32 or without
-    its dtype in the config remains as it was saved.
+    fp32; generated tokens take equally long. "auto" does not convert a model that was saved
+    quantized or in fp32, or whose config has no dtype.
 
     Args:
         dtype: Name of a dtype of torch, or "auto".
@@ -114,14 +114,14 @@ def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str
     Raises:
         ValueError: The memory is too small for float32, or a quantized model would be converted.
     """
-    config = load_model_config(base)
+    config = load_model_config(source)
     saved = str(config.dtype or "torch.auto").removeprefix("torch.")
     precision, reason = choose_precision(on_cpu=True)
-    is_quantized = quantized_by(base.model, base.revision) is not None
+    is_quantized = quantized_by(source.model, source.revision) is not None
     if dtype == "auto" and (is_quantized or saved in ("auto", "float32")):
         return "auto", ""
     if is_quantized:
-        raise ValueError(f"--dtype {dtype}: {base.model} was saved quantized; remove --dtype")
+        raise ValueError(f"--dtype {dtype}: {source.model} was saved quantized; remove --dtype")
     if dtype in ("bfloat16", "float16"):
         return dtype, ""
     if dtype == "auto" and precision == "bf16":
@@ -136,34 +136,34 @@ def choose_dtype(base: ModelSource, dtype: str, processes: int = 1) -> tuple[str
 
 
 def _is_not_cast_warning(record: logging.LogRecord) -> bool:
-    """Return False for the warning of LLM.int8, in each matmul, that it casts bf16 to fp16."""
+    """Return False for the warning that LLM.int8 logs in each matmul: it casts bf16 to fp16."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def load_model_config(base: ModelSource) -> ChatGLMConfig:
-    """Return the config of the model, without or with adapters."""
-    return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
+def load_model_config(source: ModelSource) -> ChatGLMConfig:
+    """Return the config of the model; adapters have none of their own."""
+    return ChatGLMConfig.from_pretrained(source.model, revision=source.revision or "main")
 
 
-def load_processor(base: ModelSource) -> ChatGLMProcessor:
+def load_processor(source: ModelSource) -> ChatGLMProcessor:
     """Return the processor saved with the adapters, or else the model's.
 
     Raises:
-        ValueError: A file of the processor cannot be read, or its chat template cannot be rendered.
+        ValueError: A file of the processor cannot be read, or the chat template fails.
     """
-    location, revision = str(base.model), base.revision or "main"
-    if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
-        location, revision = str(base.adapters), "main"
+    location, revision = str(source.model), source.revision or "main"
+    if source.adapters is not None and (source.adapters / "tokenizer_config.json").is_file():
+        location, revision = str(source.adapters), "main"
     try:
-        require_settings(location, revision)
+        require_processor_files(location, revision)
         processor = ChatGLMProcessor.from_pretrained(location, revision=revision)
         require_short_tokens(location, processor.tokenizer.added_tokens_decoder.values())
         processor.tokenizer.render_template = LimitedTemplate(location)
-        # Render the chat template once, because its errors appear only then.
+        # Render the chat template once: errors in it are raised only then.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateError:
-        return processor  # the template refuses this conversation, but works
-    except Exception as error:  # transformers raises any kind, and rarely names the file
+        return processor  # the template works, and refuses this conversation on purpose
+    except Exception as error:  # transformers raises errors of any class, which name no file
         if isinstance(error, ValueError) and str(error).startswith(location):
             raise
         problem = f"{location}: its tokenizer or processor cannot be read"

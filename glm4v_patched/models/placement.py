@@ -1,4 +1,4 @@
-"""Placement of processes: each on its own GPU, or all on the CPU. Needs no torch."""
+"""Placement of training processes: one GPU for each, or the CPU for all. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +34,7 @@ class Placement:
     local_processes: int | None = None
 
     @property
-    def share(self) -> float:
+    def local_share(self) -> float:
         """The fraction of all processes that run on this machine."""
         return (self.local_processes or self.processes) / self.processes
 

@@ -1,12 +1,12 @@
 """Options for quantizing the weights of the layers; imports nothing, so that ``--help`` is fast."""
 
 WEIGHT_FORMATS = ("4bit", "8bit", "fp8")
-"""4bit is bitsandbytes' NF4, which qlora uses, too; 8bit is its LLM.int8. fp8 treats weights as
-training with ``engine.fp8`` treats frozen ones (:mod:`..engine.fp8`)."""
+"""4bit is NF4 of bitsandbytes, which qlora uses, too; 8bit is LLM.int8 of bitsandbytes. fp8 is the
+format in which a training with ``engine.fp8`` stores frozen weights (:mod:`..engine.fp8`)."""
 
 
 def check_weights_option(weights: str | None, device: str, cache: str = "auto") -> None:
-    """Raise ``ValueError`` if quantized weights do not work on a device, or with a cache."""
+    """Raise ``ValueError`` if quantized weights do not work on a device or with a kind of cache."""
     if weights is None:
         return
     if device == "cpu":
@@ -20,10 +20,11 @@ def choose_cache_implementation(cache: str, weights: str | None, default: str) -
     """Return the kind of cache to use: ``cache``, or for ``auto`` a kind that the weights support.
 
     Args:
-        weights: How the weights are quantized, or the method by which the model was saved
-            quantized. Only unquantized and fp8 weights support a cache of fixed size: bitsandbytes'
-            8-bit layers synchronize with the device, and those of compressed-tensors copy between
-            host and GPU in every step.
+        weights: One of :data:`WEIGHT_FORMATS`, or the method by which the model was saved
+            quantized, or None. Only unquantized and fp8 weights support a cache of fixed size,
+            which is used with CUDA graphs: in every step, the 8-bit layers of bitsandbytes
+            synchronize with the device, and the layers of compressed-tensors copy between host and
+            GPU.
         default: The kind of cache for ``auto``, if the weights support all kinds.
 
     Raises:

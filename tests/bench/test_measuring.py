@@ -10,7 +10,7 @@ from glm4v_patched.bench import worker
 from glm4v_patched.bench.roofline import PASSES_PER_STEP, language_flop, useful_flop, vision_flop
 from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.bench.worker import require_learning
-from glm4v_patched.engine.options import TRAINED
+from glm4v_patched.engine.options import TRAINED_CHOICES
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.tiny import random_pixels, tiny_model
 
@@ -40,7 +40,7 @@ def test_flop_of_a_full_size_sample():
     assert work == pytest.approx([333, 185, 148, 222], rel=0.02)
     reused = TrainingSettings(trained="lora_lm", reuse_features=True)
     assert useful_flop(config, reused) / 1e12 == pytest.approx(74, rel=0.02)
-    assert set(PASSES_PER_STEP) == set(TRAINED)
+    assert set(PASSES_PER_STEP) == set(TRAINED_CHOICES)
 
 
 def test_a_step_s_time_includes_reading_its_batch_and_excludes_logging(monkeypatch):

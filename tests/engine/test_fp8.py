@@ -268,7 +268,7 @@ def test_policies_give_the_same_gradients_and_save_fp8_products_like_others(trai
 def test_gradients_are_the_same_with_and_without_stored_transposed_weights():
     _, both, model = step(PLAIN)
     assert any(m.transposed is not None for m in model.modules() if type(m) is Fp8StoredLinear)
-    _, one, model = step(replace(PLAIN, store_transposed=False))
+    _, one, model = step(replace(PLAIN, may_store_transposed=False))
     assert all(m.transposed is None for m in model.modules() if type(m) is Fp8StoredLinear)
     assert all(torch.equal(both[name], one[name]) for name in both)
     lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)

@@ -78,7 +78,9 @@ def test_a_new_folder_needs_a_parent_with_write_and_execute_permission(
     assert find_folder_problem(str(tmp_path / "new" / "one")) is None
     # The tests may run as root, who may do everything.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & missing)
-    assert f"{tmp_path} may not be written" in find_folder_problem(str(tmp_path / "new" / "one"))
+    assert f"permission to write to {tmp_path}" in find_folder_problem(
+        str(tmp_path / "new" / "one")
+    )
 
 
 class Driver:
@@ -143,7 +145,7 @@ def test_gpus_are_queried_and_no_context_is_left_on_them(use_driver):
     )
     assert len(gpus_found) == 2 and not gpus_found.reason
     assert free_bytes_per_gpu(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
-    with pytest.raises(RuntimeError, match="error 101 for GPU 2's memory"):
+    with pytest.raises(RuntimeError, match="error 101 for the memory of GPU 2"):
         free_bytes_per_gpu(3)
 
 

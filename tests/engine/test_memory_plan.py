@@ -33,10 +33,10 @@ from glm4v_patched.engine.memory_plan import (
     temporary_bytes,
 )
 from glm4v_patched.engine.options import (
-    ALL_WEIGHTS,
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
-    TRAINED,
+    TRAINED_CHOICES,
+    UNLIMITED_PARAMETERS,
     EngineOptions,
     EngineSection,
     LoraOptions,
@@ -308,7 +308,7 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
     saved = tower_params + lm_params
     for transposed in (False, True):
         in_fp8 = model_state_bytes(
-            config, replace(options, fp8=True, store_transposed=transposed), batch
+            config, replace(options, fp8=True, may_store_transposed=transposed), batch
         )
         if transposed and stage < 3:  # for layers that have a backward pass
             saved -= lm_params + tower_params * (trained == "lora_all")
@@ -370,7 +370,7 @@ def test_explicit_policies_are_kept_and_all_weights_stay_gathered_if_they_fit():
         decided = decide_for(make_options(tower="selective", language="every 3"), free)
         assert (decided.tower, decided.language) == ("selective", "every 3")
     assert decide_for(make_options("lora_all"), 141) == make_decided(
-        "lora_all", "none", "none", ALL_WEIGHTS
+        "lora_all", "none", "none", UNLIMITED_PARAMETERS
     )
     # The weights of a frozen tower are not needed again in a step.
     assert decide_for(make_options("lora_lm"), 141) == make_decided(
@@ -378,7 +378,7 @@ def test_explicit_policies_are_kept_and_all_weights_stay_gathered_if_they_fit():
     )
 
 
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("trained", TRAINED_CHOICES)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_everything_is_recomputed_and_nothing_compiled_without_a_gpu(trained, layers):
     """Also with a single layer, where all policies have about the same peak."""

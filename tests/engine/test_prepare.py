@@ -11,7 +11,7 @@ from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_divi
 from glm4v_patched.engine.memory_plan import GIB
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.engine.trainable import load_trainable_adapters, select_weights
+from glm4v_patched.engine.trainable import load_adapters, select_weights
 from tests.helpers.fp8 import PLAIN as FP8
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
@@ -67,7 +67,7 @@ def test_adapters_that_do_not_fit_their_config_are_refused(tmp_path):
         save_file({name: value.clone() for name, value in tensors.items()}, file)
         message = f"has {len(tensors)} tensors; 1 are missing or do not fit its adapter_config.json"
         with pytest.raises(ValueError, match=message):
-            load_trainable_adapters(tiny_model(), tmp_path)
+            load_adapters(tiny_model(), tmp_path)
 
 
 def zero_section(**changes) -> dict:

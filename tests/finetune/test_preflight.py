@@ -91,7 +91,7 @@ def test_files_and_folders_that_cannot_be_are_told_of_each_field(
     # The superuser, as whom tests may run, is let in everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
     [line] = problem_lines(recipe_file)
-    assert line.endswith(f"{tmp_path} may not be written") and not (tmp_path / "new").exists()
+    assert line.endswith(f"permission to write to {tmp_path}") and not (tmp_path / "new").exists()
 
 
 def test_a_folder_of_images_is_no_place_for_a_run(recipe_file, tmp_path):

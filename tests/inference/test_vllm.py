@@ -54,7 +54,7 @@ def executed(monkeypatch, tmp_path) -> list:
 
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.delenv("GLM4V_PATCHED_API_KEY", raising=False)
-    monkeypatch.setattr(limits, "require_adapters", lambda base: None)  # ours are names alone
+    monkeypatch.setattr(limits, "require_valid_adapters", lambda base: None)  # ours are names alone
     return commands
 
 

@@ -174,7 +174,10 @@ def test_adopted_folders_load_without_the_package_and_compute_the_same(published
         assert code == read_our_code(), kind
         assert ("cogagent-9b" in report) == (kind == "cogagent")
         # On the download: compare refuses the adopted folder, which has our code.
-        note = f"{folder} rotates by halves", "`glm4v-patched compare FOLDER` tests this"
+        note = (
+            f"{folder} has the rotary embedding of cogagent",
+            "`glm4v-patched compare FOLDER` tests this",
+        )
         assert [*map(capsys.readouterr().err.__contains__, note)] == [kind == "cogagent"] * 2
         config = json.loads((outs[-1] / "config.json").read_text())
         assert config.get("original_rope") is (kind != "cogagent")
@@ -324,7 +327,7 @@ REFUSED = {
             [*map(lambda path: path.unlink(), folder.glob("model*"))]
             + [(folder / "adapter_config.json").write_text("{}")]
         ),
-        r"has adapters .*Merge them.*merge .*model --out OUT",
+        r"has adapters .*Merge the adapters.*merge .*model --out OUT",
     ),
     "adapters beside a model": (
         written("adapter_config.json", "{}"),
@@ -336,7 +339,7 @@ REFUSED = {
     ),
     "another model": (settings(model_type="glm4v"), "model_type is 'glm4v', expected 'chatglm'"),
     "no config": (without("config.json"), "has no config.json"),
-    "pickles": (pickled, r"its weights are pickles .*this command writes them as safetensors"),
+    "pickles": (pickled, r"its weights are pickles .*this command converts them to safetensors"),
     "no weights": (lambda folder: without(WEIGHTS_INDEX, *shards_of(folder))(folder), "without w"),
     "a weight is missing": (
         changed_weights(lambda tensors: tensors.pop(NORM)),
@@ -344,7 +347,7 @@ REFUSED = {
     ),
     "another dtype": (
         changed_weights(lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.int8)})),
-        f"1 weights are not BF16, F16, F32, F64; no quantization_config says why .{HEAD} I8",
+        f"1 weights are not BF16, F16, F32, F64, and there is no quantization_config .{HEAD} I8",
     ),
     "no vocabulary": (without("tokenizer.model"), "in their place tokenizer_config.json and token"),
     "no tokenizer": (without("tokenizer_config.json"), "has no tokenizer_config.json"),
@@ -396,7 +399,7 @@ def test_the_printed_conversion_of_pickles_makes_a_folder_that_is_adopted(folder
     pickled(folder)
     with pytest.raises(ValueError, match="pickles") as raised:
         adopt(folder)
-    command = str(raised.value).partition("without running any: ")[2]
+    command = str(raised.value).partition("without running that code: ")[2]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(command, shell=True, check=True, timeout=120, env=environment)
     adopt(folder, tmp_path / "out")

@@ -18,8 +18,8 @@ from glm4v_patched.models.limited_process import LIMITED_PROCESS, LimitExceeded
 from glm4v_patched.models.limits import (
     PROCESSOR_JSON_FILES,
     LimitedTemplate,
-    require_adapters,
-    require_settings,
+    require_processor_files,
+    require_valid_adapters,
 )
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch import config_json
@@ -200,14 +200,14 @@ def test_tokenizer_settings_that_would_run_for_ever_are_refused(model, name, val
 
 def test_as_many_added_tokens_as_the_limit_are_accepted(model):
     update_json(model / "tokenizer_config.json", extra_special_tokens=[*map(str, range(2**14))])
-    require_settings(str(model), "main")
+    require_processor_files(str(model), "main")
 
 
 def test_a_settings_file_that_changed_after_its_check_is_checked_again(model):
-    require_settings(str(model), "main")
+    require_processor_files(str(model), "main")
     update_json(model / "tokenizer_config.json", padding_side="above")
     with pytest.raises(ValueError, match="padding_side is 'above'"):
-        require_settings(str(model), "main")
+        require_processor_files(str(model), "main")
 
 
 def test_a_vocabulary_with_a_very_long_line_is_refused(model):
@@ -302,7 +302,7 @@ ADAPTERS = {
     "alpha_pattern": ({"*": 4}, "is not a valid regular expression"),
     "layers_pattern": (["(("], "is not a valid regular expression"),
     "modules_to_save": (["(.*)*(.*)*(.*)*!"], "took more than 0.2"),
-    "r": (10**9, r"\[4, 128\] in .*, and \[1000000000, 128\] by adapter_config.json"),
+    "r": (10**9, r"\[4, 128\] in .*, and \[1000000000, 128\] according to adapter_config.json"),
     "lora_dropout": (2, "peft cannot make its adapters: dropout probability"),
 }
 
@@ -317,7 +317,7 @@ def test_adapter_settings_that_take_too_long_are_refused(files, adapters, monkey
             (adapters / "adapter_config.json").write_text(config)
             update_json(adapters / "adapter_config.json", **{field: value})
             with pytest.raises(ValueError, match=f"adapter_config.json.*{message}") as error:
-                require_adapters(ModelSource(str(files.model), adapters=adapters))
+                require_valid_adapters(ModelSource(str(files.model), adapters=adapters))
             assert field in ("r", "lora_dropout") or f": {field} " in str(error.value)
             refused.append(field)
 

@@ -69,9 +69,7 @@ def test_adapters_load_onto_a_model_that_is_stored_in_fp8(tmp_path, monkeypatch)
 
     row = torch.tensor([[*text(3), *expanded_image()]])
     with_it = {"input_ids": row, "pixel_values": random_pixels(1).bfloat16()}
-    later = trainable.load_trainable_adapters(
-        loading.build_on_device(build, "cpu", "fp8"), tmp_path
-    )
+    later = trainable.load_adapters(loading.build_on_device(build, "cpu", "fp8"), tmp_path)
     before = loading.build_on_device(build, "cpu", "fp8", tmp_path)
     none = loading.build_on_device(build, "cpu", "fp8")
     with torch.no_grad():

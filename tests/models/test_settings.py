@@ -12,7 +12,7 @@ from glm4v_patched.models.base import (
     PEFT_SETTING_TYPES,
     UNSUPPORTED_SETTINGS,
     ModelSource,
-    base_of_adapters,
+    source_of_adapters,
 )
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limits import TOKENIZER_SETTINGS
@@ -84,13 +84,13 @@ def test_adapters_of_wrong_types_are_refused_by_the_settings_name(adapters, name
     for value in VALUES:
         path.write_text(json.dumps(values | {name: value}))
         try:
-            base_of_adapters(adapters)
+            source_of_adapters(adapters)
         except ValueError as error:
             assert str(path) in str(error) and name in str(error)
             refused += 1
     assert refused >= (3 if name != "another" else 1)
     path.write_text(json.dumps(values))
-    base_of_adapters(adapters)
+    source_of_adapters(adapters)
 
 
 @pytest.mark.parametrize("name", ["r", "rank_pattern", "alpha_pattern"])
@@ -99,7 +99,7 @@ def test_a_rank_or_alpha_of_0_is_refused(adapters, name):
         value = value if name == "r" else {"query_key_value": value}
         update_json(adapters / "adapter_config.json", **{name: value})
         with nullcontext() if fits else pytest.raises(ValueError, match=f"{name} is .*; expected"):
-            base_of_adapters(adapters)
+            source_of_adapters(adapters)
 
 
 def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(model):
@@ -124,10 +124,10 @@ def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_default
     for name in UNSUPPORTED_SETTINGS:
         path.write_text(json.dumps(values | {name: {}}))
         if name == "loftq_config":
-            assert base_of_adapters(adapters)
+            assert source_of_adapters(adapters)
             continue
         with pytest.raises(ValueError, match=rf"{name} is {{}}; expected null"):
-            base_of_adapters(adapters)
+            source_of_adapters(adapters)
 
 
 @pytest.mark.parametrize("keys", [{}, {"quantization_config": None}])

@@ -15,7 +15,7 @@ import transformers.utils.hub
 from transformers import AutoModelForCausalLM, AutoProcessor
 
 import glm4v_patched
-from glm4v_patched.models.base import ModelSource, base_of_adapters
+from glm4v_patched.models.base import ModelSource, source_of_adapters
 from glm4v_patched.models.check_weights import require_complete_model
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.configuration_chatglm import QUANTIZERS_WITH_HUB_KERNELS
@@ -153,7 +153,7 @@ def test_adapters_name_no_module_to_be_imported(tmp_path):
     megatron = {"megatron_config": {"a": 1}, "megatron_core": "planted"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | megatron))
     with pytest.raises(ValueError, match=r"megatron_config is .* import the module 'planted'"):
-        base_of_adapters(tmp_path)
+        source_of_adapters(tmp_path)
 
 
 NO_TOKENS = {"max_new_tokens": "evil"}

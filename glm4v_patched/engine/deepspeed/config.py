@@ -15,7 +15,7 @@ SUPPORTED_DEEPSPEED = "deepspeed>=0.16.9,<0.20"
 def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     """Return DeepSpeed's configuration for decided options; None without DeepSpeed.
 
-    transformers' Trainer fills in each "auto".
+    transformers' Trainer replaces each "auto" in it.
     """
     if options.zero_stage == 0:
         return None
@@ -25,19 +25,19 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
         "overlap_comm": True,
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
-        # Number of weights whose gradients an update converts to fp32 together. A checkpoint is
-        # loaded in groups of this size, so the size must not depend on policies, which a resumed
-        # run may change.
+        # Number of weights whose gradients the optimizer converts to fp32 at a time. Checkpoints
+        # are loaded in groups of this size, so the size must not depend on options that may be
+        # changed when a run is resumed.
         "sub_group_size": 5e8,
     }
     if options.gathers_whole_layers:
         zero |= {
-            "contiguous_gradients": False,  # saves a buffer, and a copy of each gradient
+            "contiguous_gradients": False,  # no buffer, and no copy of each gradient into it
             # Shard small weights, too: each weight that is kept gathered costs a gather after every
             # step.
             "stage3_param_persistence_threshold": 0,
-            # Use torch's own F.linear: DeepSpeed's reads the id of every weight, so each layer
-            # would be compiled separately.
+            # Use torch's own F.linear. DeepSpeed's version reads the id of every weight, so each
+            # layer would be compiled separately.
             "memory_efficient_linear": False,
             "stage3_max_live_parameters": options.stage3_max_live_parameters,
             "stage3_max_reuse_distance": options.stage3_max_live_parameters,
@@ -64,20 +64,20 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
 
 
 def require_divisible_processes(options: EngineOptions, processes: int) -> None:
-    """Raise ``ValueError`` if a second copy of the weights (hpZ) cannot be sharded evenly."""
+    """Raise ``ValueError`` if the number of processes is not a multiple of hpZ's partition size."""
     size = options.zero_hpz_partition_size
     if processes % size:
         raise ValueError(
             f"engine.zero_hpz_partition_size is {size}, and there are {processes} processes; "
-            "expected a number that divides them: the GPUs of one machine"
+            "expected a number that divides them: the number of GPUs of one machine"
         )
 
 
 def require_deepspeed() -> None:
-    """Raise ``RuntimeError``, with the command to install, if a package is missing or untested."""
+    """Raise ``RuntimeError`` if DeepSpeed is missing, or if a version was not tested."""
     missing = None
     if importlib.util.find_spec("deepspeed") is None:
-        missing = f"DeepSpeed and what training needs: {pip_install('glm4v-patched[train]')}"
+        missing = f"DeepSpeed and other packages: {pip_install('glm4v-patched[train]')}"
     elif not Requirement(SUPPORTED_DEEPSPEED).specifier.contains(
         installed := version("deepspeed"), prereleases=True
     ):

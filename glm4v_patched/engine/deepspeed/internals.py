@@ -1,9 +1,11 @@
 """Every private name of DeepSpeed that this package uses.
 
-Each name is checked where it is used. If DeepSpeed lacks the name, an error tells the version and
-the cure, because training without the name would be slower, or wrong. ``remote/``, which must not
-import this package, itself uses the weights' ``ds_status``, ``ds_active_sub_modules`` and
-``ds_id``, the modules' ``ds_id`` and, since DeepSpeed 0.19.3, their ``ds_recompute_parameters``.
+Each name is checked where it is used. If DeepSpeed does not have it, an error names DeepSpeed's
+version and the cure, because training without it would be slower, or wrong.
+
+``remote/`` must not import this package. It uses some private names without it: ``ds_status``,
+``ds_active_sub_modules`` and ``ds_id`` of weights, ``ds_id`` of modules and, since DeepSpeed
+0.19.3, ``ds_recompute_parameters`` of modules.
 """
 
 import importlib
@@ -25,7 +27,7 @@ ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus
 CHECKPOINT_ENGINE = (
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
-# The context that shards new weights, and its method that gathers weights to load and save them.
+# The context that shards new weights, and its method that gathers weights for loading and saving.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 LOADING_GATHER = "_allgather_params_coalesced"
 # The classes of DeepSpeed's own objects in a checkpoint's files.
@@ -48,8 +50,8 @@ SHARDED_WEIGHT_ATTRIBUTES = (
     "ds_status",
     "ds_tensor",
 )
-# A weight's reference to ZeRO-3's optimizer, and attributes of that optimizer. The last one, whose
-# name Python mangles, maps each weight's id to this process's share of the weight's gradient.
+# A weight's reference to ZeRO-3's optimizer, and attributes of that optimizer. The last attribute
+# (Python mangles its name) maps each weight's id to this process's shard of the weight's gradient.
 WEIGHT_OPTIMIZER = "_z3_optimizer"
 GRADIENT_NORM = "get_grad_norm_direct"
 GRADIENT_BUFFER = "grad_partitions_flat_buffer"
@@ -137,9 +139,9 @@ def is_sharded(weight: Tensor) -> bool:
 
 
 def gathered_weight(weight: Tensor) -> AbstractContextManager:
-    """Return a context in which a weight that ZeRO-3 has sharded is gathered, to be read only.
+    """Return a context in which a weight is complete, also if ZeRO-3 has sharded it.
 
-    All processes must enter the context.
+    The weight may be read and not changed. All processes must enter the context.
     """
     if not is_sharded(weight):
         return nullcontext()

@@ -1,8 +1,8 @@
 """Changes to ZeRO-3; ``docs/benchmarks`` has the gain of each.
 
-- Each layer is gathered in one launch, and NCCL writes every weight directly to its place.
-  Unchanged, DeepSpeed gathers into one buffer and copies each weight out of it. The copies take
-  twice the layer's memory, and memory bandwidth that concurrent computation needs.
+- Each layer is gathered in one launch, and NCCL writes every weight directly to its destination.
+  Unchanged, DeepSpeed gathers into one buffer and copies each weight out of it. Buffer and copies
+  take twice the layer's memory, and memory bandwidth that concurrent computation needs.
 - The gradient norm reads each gradient once, in place. Unchanged, DeepSpeed copies all gradients to
   fp64.
 - Gradients stay on the GPU until the update, also if the optimizer is on the CPU. Unchanged,
@@ -10,7 +10,7 @@
   the real model. With gradient accumulation, each micro-batch copies them to the GPU and back.
 - The CPU does not run far ahead of the GPU. DeepSpeed releases a gathered layer when the CPU has
   queued the layer's work, but the memory is free only when the GPU has done that work: if the CPU
-  is twenty layers ahead, twenty gathered layers are in memory.
+  is twenty layers ahead of the GPU, twenty gathered layers are in memory.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ FIRST_FIXED_DEEPSPEED = Version("0.19.8")
 # The method of torch's process groups that gathers several tensors in one launch.
 COALESCED_GATHER = "allgather_into_tensor_coalesced"
 MAX_LAYERS_IN_FLIGHT = 3
-"""Layers that the CPU may be ahead of the GPU. Without this limit, training would be 2 % faster and
-take 6 % more memory (docs/benchmarks)."""
+"""The number of layers by which the CPU may be ahead of the GPU. Without this limit, training would
+be 2 % faster and take 6 % more memory (docs/benchmarks)."""
 
 
 @cache
@@ -165,8 +165,8 @@ def gather_in_place(gather: Callable) -> Callable:
 
 def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
     """Start gathering ``(output, shard)`` pairs; return the works to wait for."""
-    # On a CPU, start one gather for each pair: in torch 2.13, several coalesced gathers of gloo in
-    # flight corrupt the heap, and a process dies after some thousands of gathers.
+    # On a CPU, start one gather for each pair. In torch 2.13, several coalesced gathers of gloo in
+    # flight at once corrupt the heap, and a process dies after some thousands of gathers.
     if not pairs[0][0].is_cuda:
         gather = distributed.all_gather_into_tensor
         return [gather(output, shard, group=group, async_op=True) for output, shard in pairs]
@@ -178,15 +178,16 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
     """Return whether :func:`gather_in_place` can gather these parameters together.
 
     They must be sharded over one process group of several processes, and each shard must have its
-    parameter's device and dtype. Apart from fp8, there may be one dtype. DeepSpeed itself gathers
-    all others: offloaded or quantized weights, secondary shards (hpZ), shards on some of the
-    processes (MiCS, ``comm``), and gathers in another dtype (autocast, ``comm_dtype``).
+    parameter's device and dtype. All must have the same dtype, except weights in fp8. DeepSpeed
+    itself gathers all other parameters: offloaded or quantized ones, those with secondary shards
+    (hpZ), with shards on some of the processes (MiCS, attribute ``comm``), and those that are
+    gathered in another dtype (autocast, attribute ``comm_dtype``).
     """
     if not parameters:
         return False
     group = parameters[0].ds_process_group
     status = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS)
-    dtypes = {parameter.dtype for parameter in parameters} - {torch.uint8}  # weights in fp8
+    dtypes = {parameter.dtype for parameter in parameters} - {torch.uint8}  # uint8: fp8 weights
     if len(dtypes) > 1 or distributed.get_world_size(group) == 1:
         return False
     return all(
@@ -202,11 +203,11 @@ def _are_uniformly_sharded(parameters: list[Any]) -> bool:
 
 
 def norm_in_place(norm: Callable) -> Callable:
-    """Wrap ZeRO-3's ``get_grad_norm_direct``: pass it the norm of the gradients instead of them.
+    """Wrap ZeRO-3's ``get_grad_norm_direct``: pass it the norm of the gradients in their place.
 
-    The norm of one number is that number, so all else that DeepSpeed computes (the sum over
-    processes, the meaning of an infinite norm) stays the same. A GPU sums the squares in fp32, in
-    blocks, so norms above 1.8e19 become infinite. A CPU adds one square after the other, in fp64.
+    The norm of a single number is that number, so DeepSpeed's other steps (the sum over processes,
+    the handling of an infinite norm) stay the same. A GPU sums the squares in fp32, in blocks, so
+    norms above 1.8e19 become infinite. A CPU adds one square after the other, in fp64.
     """
 
     def norm_without_copies(
@@ -225,7 +226,7 @@ def norm_in_place(norm: Callable) -> Callable:
 
 
 def _move_gradients_to(device: torch.device, optimizer: Any) -> None:
-    """Replace the optimizer's gradient buffer, which is still empty, by zeros on a device."""
+    """Move the optimizer's gradient buffer to a device. It contains no gradients yet."""
     views: dict[int, Tensor] = internals.get_deepspeed_attribute(
         optimizer, internals.GRADIENT_VIEWS
     )

@@ -1,1 +1,1 @@
-"""Kernels, and the layers that call them; :mod:`reference` has the kernels in plain torch."""
+"""Kernels, and layers that call them; :mod:`reference` computes what the kernels do in torch."""

@@ -1,7 +1,7 @@
 """CUDA graphs of a step of ``generate``, or of the vision tower: captured once, then replayed.
 
 Capturing takes as long as a few steps; compiling would take as long as thousands. A replay launches
-the same kernels as the step itself, so that no number changes.
+the same kernels as the step itself, so the outputs are the same.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from ...remote.visual import EVA2CLIPModel
 class CudaGraphCallable:
     """Wraps a model or function whose calls are captured as a CUDA graph.
 
-    The first call runs eagerly, the second is captured, and later ones replay the graph. If a call
-    has a tensor of another shape, dtype or device than the last call, or another value of any other
-    argument, it counts as a first call again.
+    The first call runs eagerly, the second is captured, and later ones replay the graph. A call
+    counts as a first call again if it differs from the call before it in the shape, dtype or device
+    of a tensor, or in any other argument.
 
     Replays write their outputs to the tensors that the captured call returned. A cache among the
     arguments must be updated in place, as ``StaticCache`` is.
@@ -59,10 +59,10 @@ def _have_same_layout(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> 
 
 
 class GraphedTower(EVA2CLIPModel):
-    """Vision tower whose forward of one image is a CUDA graph.
+    """Vision tower whose forward pass of a single image is a CUDA graph.
 
-    Without a graph, launching the tower's kernels takes as long as running them. After the capture
-    the tower must not change, for example by new adapters.
+    Without a graph, launching the kernels for one image takes as long as running them. After the
+    capture, the tower must not be changed, for example by new adapters.
     """
 
     graph: CudaGraphCallable

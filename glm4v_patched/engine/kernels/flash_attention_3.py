@@ -21,7 +21,7 @@ from ...terminal_text import pip_install
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)
-# Relative error on random bf16 inputs. torch's own kernels have 0.0023, a wrong kernel about 1.
+# On random bf16 inputs, torch's own kernels have a relative error of 0.0023, a wrong one about 1.
 MAX_RELATIVE_ERROR = 0.01
 
 
@@ -32,9 +32,9 @@ class FrozenTowerAttention(Attention):
         needs_output_only = attention_collector is None and not x_NTV.requires_grad
         if not (needs_output_only and x_NTV.is_cuda and x_NTV.dtype == torch.bfloat16):
             return super().forward(x_NTV, attention_collector)
-        fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
+        qkv = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
         attend = _flash_attention_op if torch.compiler.is_compiling() else _flash_attention
-        return self.dense(attend(*fused.unbind(2)).flatten(2))
+        return self.dense(attend(*qkv.unbind(2)).flatten(2))
 
 
 @functools.cache
@@ -56,10 +56,10 @@ def find_fa3_problem(head_dim: int = 112) -> str | None:
         return f"fa3-fwd fails here ({str(error).partition(chr(10))[0][:200]})"
     inputs = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
     exact = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2]).transpose(1, 2)
-    error_ratio = ((output.float() - exact).norm() / exact.norm()).item()
-    if not error_ratio < MAX_RELATIVE_ERROR:
+    relative_error = ((output.float() - exact).norm() / exact.norm()).item()
+    if not relative_error < MAX_RELATIVE_ERROR:
         return (
-            f"its relative error on this GPU is {error_ratio:.3g}; expected at most "
+            f"its relative error on this GPU is {relative_error:.3g}; expected at most "
             f"{MAX_RELATIVE_ERROR}"
         )
     return None

@@ -1,4 +1,4 @@
-"""Linear layers whose matrix products run in fp8 (e4m3): twice as fast as bf16 on a Hopper GPU.
+"""Linear layers whose matrix products run in fp8 (e4m3), twice as fast as in bf16 on a Hopper GPU.
 
 Both operands of a product are quantized: each row of activations and each output channel of a
 weight has one fp32 scale. The output is bf16. With a weight ``W`` of shape ``[out, in]``:
@@ -7,13 +7,12 @@ weight has one fp32 scale. The output is bf16. With a weight ``W`` of shape ``[o
 - gradient of the input: gradient times ``W``, both in fp8;
 - gradient of the weight: bf16, from operands that are not quantized.
 
-A weight that is trained or saved stays a bf16 (or fp32) parameter, which is quantized in each call
-(:class:`Fp8DynamicLinear`), under ZeRO-3 after the weight is gathered. A frozen weight under LoRA
-is stored in fp8 (:class:`Fp8StoredLinear`), which halves its memory and the bytes that ZeRO-3
-gathers. Biases, norms, LoRA's factors, embeddings, the projector and the output layer are not
-quantized.
+A weight that is trained or saved stays a bf16 (or fp32) parameter. :class:`Fp8DynamicLinear`
+quantizes it in each call, under ZeRO-3 after the weight is gathered. A frozen weight under LoRA is
+stored in fp8 (:class:`Fp8StoredLinear`), which halves its memory and the bytes that ZeRO-3 gathers.
+Biases, norms, LoRA's factors, embeddings, the projector and the output layer are not quantized.
 
-In compiled code, quantization is plain torch, so that torch.compile fuses it with the activation
+In compiled code, quantization is plain torch, so that torch.compile fuses it with the operation
 before it; only GELU in a frozen tower has its own kernel. In eager mode, a Triton kernel quantizes.
 """
 
@@ -29,7 +28,8 @@ from .e4m3 import E4M3
 from .fp8_matmul import Fp8Tensor, gelu_and_quantize_rows, quantize_rows, scaled_matmul
 from .skinny_gemm import SplitKPartials
 
-# Shapes: T rows of activations (tokens), I channels in, O channels out.
+# Shapes: T tokens (the rows of activations), I input channels, O output channels; in the tower, N
+# images, T tokens of one image, V hidden size.
 
 
 class DynamicFp8MatmulFn(torch.autograd.Function):
@@ -58,8 +58,8 @@ class DynamicFp8MatmulFn(torch.autograd.Function):
 class StoredFp8MatmulFn(torch.autograd.Function):
     """Product of ``x`` ``(T, I)`` with a frozen weight that is stored in fp8.
 
-    ``weight`` ``(O, I)`` and ``transposed`` ``(I, O)``, which may be None, hold e4m3 as uint8;
-    ``scale`` ``(O, 1)`` holds fp32 as int32.
+    ``weight`` ``(O, I)`` and ``transposed`` ``(I, O)`` contain the bits of e4m3 numbers as uint8;
+    ``transposed`` may be None. ``scale`` ``(O, 1)`` contains the bits of fp32 numbers as int32.
     """
 
     @staticmethod
@@ -75,8 +75,8 @@ class StoredFp8MatmulFn(torch.autograd.Function):
         weight, scale, transposed = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        # This product sums over output channels, each of which has its own scale. So the gradient
-        # is multiplied by the scales, and the weight's e4m3 numbers are used unchanged.
+        # This product sums over the output channels, and each of them has its own scale. So the
+        # gradient is multiplied by the scales, and the weight's e4m3 numbers are used unchanged.
         quantized = quantize_rows(gradient.float() * scale.view(torch.float32).t())
         if transposed is None:
             transposed = _add_fake_dependency(weight, quantized[1]).t().contiguous()
@@ -86,16 +86,16 @@ class StoredFp8MatmulFn(torch.autograd.Function):
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # If the output of a Function is cast to the dtype that it already has, torch 2.11's compiler
-    # takes the gradient for zero.
+    # A cast to the dtype that the output of a Function already has makes torch 2.11's compiler take
+    # the gradient for zero.
     return x if x.dtype is dtype else x.to(dtype)
 
 
 def _add_fake_dependency(weight: Tensor, scale: Tensor) -> Tensor:
     """Return ``weight`` as a tensor that, for the compiler, depends on a gradient's ``scale``.
 
-    Without this, the compiler would transpose or quantize the weight in forward and save the result
-    for backward, unless it knows that the weight is a parameter.
+    Without this dependency, the compiler would transpose or quantize the weight in forward and save
+    the result for backward, unless it knows that the weight is a parameter.
     """
     if not torch.compiler.is_compiling() or not len(scale):
         return weight
@@ -105,7 +105,7 @@ def _add_fake_dependency(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _autocast(x: Any) -> Any:
-    """Cast the input of a linear layer as autocast does; an :class:`Fp8Tensor` is unchanged."""
+    """Cast the input of a linear layer as autocast does; return an :class:`Fp8Tensor` unchanged."""
     if isinstance(x, Fp8Tensor):
         return x
     device = x.device.type
@@ -117,13 +117,13 @@ class Fp8DynamicLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _autocast(x)
-        return _finish(self.without_bias(x.reshape(-1, self.in_features)), x, self.bias)
+        return _reshape_and_add_bias(self.matmul(x.reshape(-1, self.in_features)), x, self.bias)
 
-    def without_bias(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Return the product ``(T, O)`` of ``x`` ``(T, I)``, in bf16."""
         return DynamicFp8MatmulFn.apply(x, self.weight)
 
-    def quantized(self) -> tuple[Tensor, Tensor]:
+    def weight_and_scale(self) -> tuple[Tensor, Tensor]:
         """Return the weight in e4m3 ``(O, I)`` and its scales ``(O, 1)``."""
         return quantize_rows(self.weight)
 
@@ -131,9 +131,9 @@ class Fp8DynamicLinear(nn.Linear):
 class Fp8StoredLinear(nn.Linear):
     """Linear layer in fp8 whose frozen weight is stored in fp8.
 
-    ``weight`` ``(O, I)`` holds e4m3 as uint8, and ``weight_scale`` ``(O, 1)`` holds fp32 as int32:
-    ``model.to(dtype)`` does not change integers. Without gradients, the layer's input may also be
-    an :class:`fp8_matmul.Fp8Tensor`.
+    ``weight`` ``(O, I)`` contains the bits of e4m3 numbers as uint8, and ``weight_scale``
+    ``(O, 1)`` the bits of fp32 numbers as int32: ``model.to(dtype)`` does not change integers. In
+    inference, the layer's input may also be an :class:`fp8_matmul.Fp8Tensor`.
     """
 
     weight_scale: Tensor
@@ -163,17 +163,19 @@ class Fp8StoredLinear(nn.Linear):
         x = _autocast(x)
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
-            return _finish(self.without_bias(rows), x, self.bias)
+            return _reshape_and_add_bias(self.matmul(rows), x, self.bias)
         if skinny_gemm.is_supported(rows.shape[0], self.weight):
             from .skinny_gemm_triton import reduce_partials  # needs Triton
 
-            return _finish(reduce_partials(self.matmul_partials(rows)), x)
-        return _finish(scaled_matmul(*quantize_rows(rows), *self.quantized(), bias=self.bias), x)
+            return _reshape_and_add_bias(reduce_partials(self.matmul_partials(rows)), x)
+        return _reshape_and_add_bias(
+            scaled_matmul(*quantize_rows(rows), *self.weight_and_scale(), bias=self.bias), x
+        )
 
-    def without_bias(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Return the product ``(T, O)`` of ``x`` ``(T, I)``, in bf16."""
         if not torch.is_grad_enabled():
-            return scaled_matmul(*quantize_rows(x), *self.quantized())
+            return scaled_matmul(*quantize_rows(x), *self.weight_and_scale())
         return StoredFp8MatmulFn.apply(x, self.weight, self.weight_scale, self.transposed)
 
     def matmul_partials(self, x: Any) -> SplitKPartials:
@@ -182,12 +184,12 @@ class Fp8StoredLinear(nn.Linear):
         from .skinny_gemm_triton import split_k_matmul  # needs Triton
 
         quantized, x_scale = quantize_rows(x.reshape(-1, self.in_features))
-        weight, scale = self.quantized()
+        weight, scale = self.weight_and_scale()
         shape = torch.Size((*x.shape[:-1], self.out_features))
         partials = split_k_matmul(quantized, weight, x_scale)
         return SplitKPartials(partials, shape, torch.bfloat16, scale, self.bias)
 
-    def quantized(self) -> tuple[Tensor, Tensor]:
+    def weight_and_scale(self) -> tuple[Tensor, Tensor]:
         """Return the weight in e4m3 ``(O, I)`` and its scales ``(O, 1)``."""
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
 
@@ -200,14 +202,14 @@ class FrozenTowerMLP(VisionMLP):
         fc1: Any = self.fc1
         fc2: Any = self.fc2
         x = _autocast(x_NTV)
-        wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
-        quantized = gelu_and_quantize_rows(wide, fc1.bias)
-        weight, scale = fc2.quantized()
-        return _finish(scaled_matmul(*quantized, weight, scale, fc2.bias), x)
+        fc1_output = fc1.matmul(x.reshape(-1, fc1.in_features))  # without the bias
+        quantized = gelu_and_quantize_rows(fc1_output, fc1.bias)
+        weight, scale = fc2.weight_and_scale()
+        return _reshape_and_add_bias(scaled_matmul(*quantized, weight, scale, fc2.bias), x)
 
 
-def _finish(out: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Give a product the dtype and leading dimensions of the layer's input, and add the bias."""
+def _reshape_and_add_bias(out: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Give a product the dtype and leading dimensions of the layer's input ``x``; add the bias."""
     out = _cast(out, x.dtype).view(*x.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias.to(out.dtype)
 

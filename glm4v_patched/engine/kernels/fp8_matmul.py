@@ -10,12 +10,13 @@ from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
 
 # cuBLAS has no kernel for a small M with a large K (CUBLAS_STATUS_NOT_SUPPORTED). On Hopper, a K of
 # 9,216 needs an M of at least 257; with a K of 3,072, an M of 127 works (issue 4582 of pytorch/ao).
-# If K is above MAX_K_SMALL_M, M is padded to MIN_M_LARGE_K: 257 rounded up to a multiple of 16.
+# If K is above MAX_K_SMALL_M, a smaller M is padded to MIN_M_LARGE_K, 257 rounded up to a multiple
+# of 16.
 MIN_M_LARGE_K, MAX_K_SMALL_M = 272, 3072
 
 
 class Fp8Tensor(NamedTuple):
-    """Activations quantized to e4m3, which inference layers take in place of a bf16 tensor."""
+    """Activations quantized to e4m3. Inference layers accept it in place of a bf16 tensor."""
 
     data: Tensor  # (..., channels) e4m3
     scale: Tensor  # (..., 1) fp32, or (..., groups) with one scale for each group of channels
@@ -37,8 +38,8 @@ def quantize_rows(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
     """Quantize each row of ``(rows, channels)`` to e4m3.
 
     Returns:
-        The contiguous quantized tensor ``(rows, channels)``, and the scales ``(rows, 1)`` in fp32
-        by which it is multiplied to get ``x`` back. NaN or infinity makes the whole row NaN. An
+        The contiguous quantized tensor ``(rows, channels)``, and the scales ``(rows, 1)`` in fp32.
+        Their product approximates ``x``. NaN or infinity makes the whole row NaN. An
         :class:`Fp8Tensor` is returned unchanged.
     """
     if isinstance(x, Fp8Tensor):
@@ -57,8 +58,9 @@ def quantize_rows(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
 def gelu_and_quantize_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``gelu(x + bias)`` and quantize each row, without a gradient.
 
-    For rows as wide as the tower's (15,360), torch.compile would compute GELU twice: once for the
-    scale, and once to quantize. The Triton kernel holds a whole row, and reads and writes it once.
+    For rows as wide as the tower's (15,360 channels), torch.compile would compute GELU twice: once
+    for the scale, and once to quantize. A thread block of the Triton kernel computes a whole row,
+    and reads and writes it once.
 
     Args:
         x: ``(T, C)``, the output of a product without its bias.
@@ -67,7 +69,7 @@ def gelu_and_quantize_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Quantized rows ``(T, C)`` in e4m3, and their scales ``(T, 1)`` in fp32.
     """
-    # In eager mode the dispatch of a custom operator would take longer than the kernel.
+    # In eager mode, dispatching a custom operator would take longer than the kernel itself.
     use_kernel = x.is_cuda and not torch.compiler.is_compiling()
     return (_gelu_kernel if use_kernel else _gelu_op)(x, bias)
 
@@ -120,8 +122,8 @@ def scaled_matmul(
         return scaled_matmul(padded, pad(x_scale, padding), weight, weight_scale, bias)[:m]
     if x.is_cpu:  # in tests; on a CPU torch 2.11 supports one scale per tensor only
         one = x_scale.new_ones(())
-        sums = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
-        return _scale_and_round(sums, x_scale, weight_scale, bias)
+        product = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
+        return _scale_and_round(product, x_scale, weight_scale, bias)
     return torch._scaled_mm(
         x,
         weight.t(),  # column-major, as the GPU needs it: both operands are contiguous along K
@@ -134,7 +136,7 @@ def scaled_matmul(
 
 
 def _scale_and_round(
-    sums: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
+    product: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    scaled = sums * (x_scale * weight_scale.t())
+    scaled = product * (x_scale * weight_scale.t())
     return (scaled if bias is None else scaled + bias.float()).bfloat16()

@@ -19,7 +19,7 @@ from .skinny_gemm_triton import load_row, load_row_args
 
 @triton.jit
 def _exp2(x):
-    """Return an approximation of ``2 ** x``, by one instruction."""
+    """Return an approximation of ``2 ** x``, which takes one instruction."""
     return tl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -27,7 +27,7 @@ def _exp2(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Return an approximation of ``1 / x``, by one instruction."""
+    """Return an approximation of ``1 / x``, which takes one instruction."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -37,19 +37,19 @@ def _reciprocal(x):
 def _gelu(x):
     """Return GELU of fp32 ``x`` with an error of at most 1e-7 times ``x``.
 
-    GELU is x * Phi(x), where Phi is the normal distribution. Computing erf would take three times
-    as long as reading and writing the row, so 1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x):
-    the log-odds of Phi are almost linear in x. The polynomial p was fitted for abs(x) <= 6.5; for
-    larger abs(x), Phi is 0 or 1.
+    GELU is x * Phi(x), where Phi is the cumulative distribution function of the normal
+    distribution. Computing erf would take three times as long as reading and writing the row. So
+    1 / (1 + 2 ** (-x * p(x ** 2))) approximates Phi(x), because the log-odds of Phi are almost
+    linear in x. The polynomial p was fitted for abs(x) <= 6.5; for larger abs(x), Phi is 0 or 1.
     """
     square = tl.minimum(x * x, 42.0)
-    slope = 5.23396250e-09 * square - 3.86020055e-07
-    slope = slope * square + 1.14667985e-05
-    slope = slope * square - 1.59485679e-04
-    slope = slope * square - 9.52935820e-05
-    slope = slope * square + 1.04838192e-01
-    slope = slope * square + 2.30220736e00
-    return x * _reciprocal(1.0 + _exp2(-x * slope))
+    p = 5.23396250e-09 * square - 3.86020055e-07
+    p = p * square + 1.14667985e-05
+    p = p * square - 1.59485679e-04
+    p = p * square - 9.52935820e-05
+    p = p * square + 1.04838192e-01
+    p = p * square + 2.30220736e00
+    return x * _reciprocal(1.0 + _exp2(-x * p))
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _silu(x):
 def store_quantized(
     values, pointers, scale_pointer, mask, fp8_max: tl.constexpr, amax_floor: tl.constexpr
 ):
-    """Store fp32 values as fp8, and the scale they share. Values outside ``mask`` must be 0.
+    """Store fp32 values as fp8, and their common scale. Values outside ``mask`` must be 0.
 
     ``fp8_max`` and ``amax_floor`` are the constants of :mod:`e4m3`.
     """
@@ -149,7 +149,7 @@ def activate(x: Tensor | SplitKPartials, function: str) -> Tensor:
     else:
         out_channels = in_channels // 2 if function == "swiglu" else in_channels
         out = _storage_of(x).new_empty(*leading, out_channels, dtype=x.dtype)
-    _launch_activate(x, None, function, out, None, 2048)
+    _launch_activate(x, None, function, out, scales=None, group_size=2048)
     return out
 
 
@@ -165,7 +165,7 @@ def activate_and_quantize_rows(
         x: ``(..., C)``, or ``(..., 2 * C)`` for "swiglu".
         bias: ``(C,)``, added before GELU.
         function: "none", "gelu" or "swiglu".
-        group_size: Channels that share a scale; None for one scale a row.
+        group_size: Channels that share a scale; None for one scale per row.
 
     Returns:
         ``(rows, C)`` in e4m3, and ``(rows, groups)`` scales in fp32.
@@ -183,7 +183,10 @@ def activate_and_quantize_rows(
 def _launch_activate(
     x: Any, bias: Tensor | None, function: str, out: Tensor, scales: Tensor | None, group_size: int
 ) -> None:
-    """Write to ``out``, quantized if ``scales`` is given, in blocks of ``group_size`` channels."""
+    """Launch the kernel, which writes ``out`` in groups of ``group_size`` channels.
+
+    If ``scales`` is a tensor, ``out`` is quantized, and each group has a scale there.
+    """
     x = x if isinstance(x, SplitKPartials) else x.contiguous()
     in_channels, out_channels = x.shape[-1], out.shape[-1]
     if not (rows := out.numel() // out_channels):
@@ -203,5 +206,5 @@ def _launch_activate(
 
 
 def _storage_of(x: Tensor | SplitKPartials) -> Tensor:
-    """Return the tensor that holds ``x``; outputs are allocated on its device."""
+    """Return a tensor on the device of ``x``, with which outputs are allocated."""
     return x.partials if isinstance(x, SplitKPartials) else x

@@ -2,10 +2,10 @@
 
 In training the layers are compiled instead, but compiling takes longer than most inference runs.
 
-Each class computes what some of its submodules would compute; the table in
-:mod:`..implementations` lists these submodules for each class. :mod:`..implementations` also adds
-two methods, with which a class checks its submodules in each call: ``can_fuse(name)`` tells whether
-a submodule may be bypassed, and ``can_overwrite(name)`` whether its output may be modified in
+Each class computes what some of its submodules would compute. The table in
+:mod:`..implementations` lists these submodules. That module also adds two methods, with which a
+class checks its submodules in each call. ``can_fuse(name)`` returns whether the class may compute
+what a submodule would, and ``can_overwrite(name)`` whether it may modify a submodule's output in
 place.
 """
 
@@ -40,8 +40,8 @@ SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
 # releases, decode steps use torch's attention.
 HAS_CUMULATIVE_LENGTH = Version(transformers.__version__) >= Version("5.4")
 MAX_HEADS_PER_GROUP = 16
-"""Most query heads that may share keys: the kernel multiplies them as one block of 16 rows, the
-fewest rows that a tensor core's left operand can have."""
+"""Largest number of query heads that may share keys: the kernel multiplies them as one block of 16
+rows (``BLOCK_HEADS`` of :mod:`inference_triton`)."""
 
 
 class InferencePatchEmbedding(PatchEmbedding):
@@ -79,16 +79,16 @@ class InferenceTowerMLP(TowerMLP):
     """Tower MLP that computes GELU in place."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
-        wide = self.fc1(x_NTV)
-        if not _can_use_kernels(wide):
-            return self.fc2(self.activation_fn(wide))
+        fc1_output = self.fc1(x_NTV)
+        if not _can_use_kernels(fc1_output):
+            return self.fc2(self.activation_fn(fc1_output))
         from .fp8_triton import activate  # needs Triton
 
-        return self.fc2(activate(wide, "gelu"))
+        return self.fc2(activate(fc1_output, "gelu"))
 
 
 class InferenceMLP(MLP):
-    """MLP with SwiGLU in one kernel, which also quantizes for a second linear layer in fp8."""
+    """MLP with SwiGLU in one kernel, which also quantizes if ``dense_4h_to_h`` is in fp8."""
 
     can_fuse: Callable[[str], bool]
 
@@ -97,28 +97,30 @@ class InferenceMLP(MLP):
             return super().forward(x)
         from .fp8_triton import activate, activate_and_quantize_rows  # needs Triton
 
-        down: Any = self.dense_4h_to_h
-        wide = _fused_linear(self, "dense_h_to_4h", x)
-        if self.can_fuse("dense_4h_to_h") and _takes_fp8(down, wide):
-            *leading, channels = wide.shape
-            rows = wide if isinstance(wide, SplitKPartials) else wide.reshape(-1, channels)
-            is_skinny = skinny_gemm.is_supported(math.prod(leading), down.weight)
-            group_size = skinny_gemm.channels_per_split(down.weight) if is_skinny else None
+        down_proj: Any = self.dense_4h_to_h
+        gate_up = _fused_linear(self, "dense_h_to_4h", x)
+        if self.can_fuse("dense_4h_to_h") and _takes_fp8(down_proj, gate_up):
+            *leading, channels = gate_up.shape
+            rows = gate_up if isinstance(gate_up, SplitKPartials) else gate_up.reshape(-1, channels)
+            is_skinny = skinny_gemm.is_supported(math.prod(leading), down_proj.weight)
+            group_size = skinny_gemm.channels_per_split(down_proj.weight) if is_skinny else None
             quantized = activate_and_quantize_rows(rows, None, "swiglu", group_size)
             activated: Any = Fp8Tensor(*quantized).reshape(*leading, channels // 2)
         else:
-            activated = activate(wide, "swiglu")
+            activated = activate(gate_up, "swiglu")
         return _output_linear(self, "dense_4h_to_h", activated)
 
 
 class InferenceBlock(GLMBlock):
-    """Block that adds, normalizes and quantizes in one kernel, and prepares the next block's input
-    in the same way."""
+    """Block that adds, normalizes and quantizes in one kernel.
+
+    It also normalizes the next block's input, together with its own last addition.
+    """
 
     can_fuse: Callable[[str], bool]
     next_block: "InferenceBlock | None" = None  # not registered as a submodule
-    # This block's next input and its normalized copy, as the previous block computed them. If a
-    # forward pass ends early, both stay until the next forward pass.
+    # The input of this block's next call and its normalized copy, both computed by the previous
+    # block. If a forward pass ends early, they stay in memory until the next forward pass.
     pending_norm: tuple[Any, Any] | None = None
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
@@ -129,19 +131,20 @@ class InferenceBlock(GLMBlock):
             quantizes = self._quantizes_attention_input(x_BRD)
             pending = self._add_and_normalize("input_layernorm", x_BRD, None, quantizes)
         attended = self.self_attention(pending[1], *attention_inputs)
-        del pending
+        del pending  # frees the normalized copy
         mlp: Any = self.mlp
         quantizes = self.can_fuse("mlp.dense_h_to_4h") and _takes_fp8(mlp.dense_h_to_4h, x_BRD)
         x_BRD, mlp_input = self._add_and_normalize(
             "post_attention_layernorm", x_BRD, attended, quantizes
         )
         out = mlp(mlp_input)
-        block = self.next_block
-        if block is None or not (self.can_fuse("") and self.can_fuse("next_block")):
+        next_block = self.next_block
+        if next_block is None or not (self.can_fuse("") and self.can_fuse("next_block")):
             return _add(x_BRD, out)
-        quantizes = block._quantizes_attention_input(x_BRD)
-        block.pending_norm = block._add_and_normalize("input_layernorm", x_BRD, out, quantizes)
-        return block.pending_norm[0]
+        quantizes = next_block._quantizes_attention_input(x_BRD)
+        pending = next_block._add_and_normalize("input_layernorm", x_BRD, out, quantizes)
+        next_block.pending_norm = pending
+        return pending[0]
 
     def _quantizes_attention_input(self, x_BRD: Tensor) -> bool:
         attention: Any = self.self_attention
@@ -188,6 +191,7 @@ class InferenceSelfAttention(SelfAttention):
         query_BHC = rope_and_update_cache(
             qkv, self.split_sizes, cos, sin, self.config.rotary_distance, cache_layer
         )
+        # flash_decode makes one scale per head, and the GEMM takes one scale per block of K.
         quantizes = (
             self.can_fuse("dense")
             and _takes_fp8(self.dense, qkv)
@@ -203,8 +207,10 @@ class InferenceSelfAttention(SelfAttention):
         The kernels can do it if the cache is static and not empty, each sequence has one new token,
         and the kernels support the keys and the mask.
         """
-        was_filled = HAS_CUMULATIVE_LENGTH and is_static(cache) and not cache_update[0]
-        if not was_filled or x.shape[1] != 1:
+        if not HAS_CUMULATIVE_LENGTH or not is_static(cache):
+            return None
+        cache_was_empty, _ = cache_update
+        if cache_was_empty or x.shape[1] != 1:
             return None
         cache_layer: Any = cache.layers[self.layer_idx]
         is_on_device = (
@@ -247,15 +253,20 @@ def _add(x: Tensor, y: Tensor | SplitKPartials) -> Tensor:
 
 
 def _takes_fp8(layer: nn.Module, x: Any) -> bool:
-    """Return whether a linear layer that may be fused accepts an :class:`Fp8Tensor` instead of
-    ``x``, with one scale per row or, for a skinny GEMM, per group of channels."""
+    """Return whether the input of a linear layer that may be fused can be an :class:`Fp8Tensor`.
+
+    This tensor has one scale per row or, for a skinny GEMM, may have one per group of channels.
+
+    Args:
+        x: A tensor of the dtype that the input would have otherwise.
+    """
     return isinstance(layer, Fp8StoredLinear) and x.dtype == torch.bfloat16
 
 
 def linear_or_partials(layer: nn.Module, x: Any) -> Any:
     """Return ``layer(x)`` of a linear layer that may be fused.
 
-    For few rows the result is :class:`SplitKPartials`, which the next kernel reduces.
+    If ``x`` has few rows, the result is :class:`SplitKPartials`, which the next kernel reduces.
     """
     module: Any = layer
     *leading, channels = x.shape
@@ -274,7 +285,7 @@ def linear_or_partials(layer: nn.Module, x: Any) -> Any:
 
 
 def _fused_linear(module: Any, name: str, x: Any) -> Any:
-    """Return the output of a linear submodule; partial sums are possible if it may be fused."""
+    """Return the output of a linear submodule, as partial sums only if it may be fused."""
     layer = getattr(module, name)
     return linear_or_partials(layer, x) if module.can_fuse(name) else layer(x)
 
@@ -282,8 +293,8 @@ def _fused_linear(module: Any, name: str, x: Any) -> Any:
 def _output_linear(module: Any, name: str, x: Any) -> Any:
     """Apply the last linear submodule of a module to ``x``.
 
-    The output may be partial sums, which the block reduces, unless the module has a hook, which
-    expects a tensor.
+    The output may be partial sums, which the block reduces. If the module itself has hooks, the
+    output is a tensor, as the hooks expect it.
     """
     return _fused_linear(module, name, x) if module.can_fuse("") else getattr(module, name)(x)
 
@@ -291,7 +302,7 @@ def _output_linear(module: Any, name: str, x: Any) -> Any:
 def _can_use_kernels(x: Any) -> bool:
     """Return whether the Triton kernels may compute with ``x``: without gradients, on a GPU.
 
-    Compiled code does not use them: the compiler fuses the published code by itself.
+    Compiled code does not use the kernels, because the compiler fuses the published code itself.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return False

@@ -18,19 +18,20 @@ from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import BLOCKS_PER_SM, SplitKPartials, num_sms
 from .skinny_gemm_triton import TL_DTYPES, load_row, load_row_args
 
-# Option of a kernel: no fused multiply-add, which would skip the rounding between product and sum
-# that torch does.
+# Option of a kernel: no fused multiply-add. It would not round the product before the sum, as torch
+# does.
 NO_FP_FUSION = {"enable_fp_fusion": False}
 
-# Sizes of flash_decode: keys in a block, query heads in a block (which share keys), and the most
-# splits of the keys.
+# Sizes of flash_decode: keys in a block, query heads in a block (they share keys), and the largest
+# number of splits of the keys.
 BLOCK_KEYS, BLOCK_HEADS, MAX_KEY_SPLITS = 64, 16, 64
 LOG2_E = 1.4426950408889634
 
 # Shapes: B sequences, R positions, H query heads, G key-value heads, C channels of a head.
-# scale and bias belong to the linear layer whose split-K partial sums a kernel adds; the scale is
-# that of its fp8 weight. sin is signed: negative for the first channel of a rotated pair. Without
-# fp8, out_scales is any tensor, which is not used. use_pdl: programmatic dependent launch (pdl.py).
+# scale and bias belong to the linear layer whose split-K partial sums a kernel adds up; the scale
+# is that of the layer's fp8 weight. sin is signed: negative for the first channel of a rotated
+# pair. Without fp8, out_scales may be any tensor, because it is not used. use_pdl says whether the
+# kernel is started by programmatic dependent launch (pdl.py).
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def triton_layer_norm_add(  # the prefix makes our kernels easy to find in profi
     amax_floor: tl.constexpr,
 ):
     """Write ``x + layer_norm(y)`` of one row to ``out``; if ``quantizes``, write it in fp8, too."""
-    row = tl.program_id(0).to(tl.int64)  # times hidden_size it may pass 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * hidden_size may pass 2**31
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
     values = tl.load(y + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
@@ -158,7 +159,7 @@ def triton_rope_and_update_cache(
     channels = tl.arange(0, HEAD_DIM)
     columns = head * HEAD_DIM + channels
     mask = columns < num_channels
-    value = load_row(
+    x = load_row(
         qkv, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns, mask, dtype,
         is_partials, is_scaled, has_bias,
     )  # fmt: skip
@@ -168,18 +169,18 @@ def triton_rope_and_update_cache(
             dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         # Round each product to the dtype of the angles, as torch does.
-        cos_term = value * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
+        cos_term = x * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
         sin_term = neighbor * tl.load(sin + row * HEAD_DIM + channels).to(tl.float32)
-        value = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
-        value = value.to(angle_dtype).to(tl.float32)
+        x = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
+        x = x.to(angle_dtype).to(tl.float32)
     if head < query_heads:
-        tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, value.to(dtype))
+        tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, x.to(dtype))
     else:
         position = tl.load(cache_length)
         cache_row = (row * kv_heads + (head - query_heads) % kv_heads) * max_cache_len + position
         cache = keys if head < query_heads + kv_heads else values
         fits = (position < max_cache_len) & mask
-        tl.store(cache + cache_row * HEAD_DIM + channels, value.to(dtype), mask=fits)
+        tl.store(cache + cache_row * HEAD_DIM + channels, x.to(dtype), mask=fits)
 
 
 @triton.jit
@@ -328,7 +329,7 @@ def triton_combine_splits(
 
 def rope_and_update_cache(
     qkv: Tensor | SplitKPartials,
-    sizes: tuple[int, int, int],
+    head_counts: tuple[int, int, int],
     cos_BR1C: Tensor,
     sin_BR1C: Tensor,
     distance: int,
@@ -338,7 +339,7 @@ def rope_and_update_cache(
 
     Args:
         qkv: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
-        sizes: ``H, G, G``.
+        head_counts: ``H, G, G``.
         distance: Number of channels between the two of a rotated pair.
         cache_layer: A ``StaticLayer``. The new keys and values are written after the cached ones;
             :func:`flash_decode` then increments the layer's length.
@@ -346,16 +347,16 @@ def rope_and_update_cache(
     Returns:
         The rotated queries ``(B, H, C)``.
     """
-    query_heads, kv_heads, _ = sizes
+    query_heads, kv_heads, _ = head_counts
     rows, _, num_channels = qkv.shape
-    head_dim = num_channels // sum(sizes)
+    head_dim = num_channels // sum(head_counts)
     cos, sin = (x.expand(rows, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     query = cache_layer.keys.new_empty(rows, query_heads, head_dim)
     qkv = qkv if isinstance(qkv, SplitKPartials) else qkv.contiguous()
     row_args, row_constexprs = load_row_args(qkv)
     use_pdl = supports_pdl(query.device)
     with torch.cuda.device_of(query):
-        triton_rope_and_update_cache[rows, sum(sizes)](
+        triton_rope_and_update_cache[rows, sum(head_counts)](
             *row_args, cos, sin, query, cache_layer.keys, cache_layer.values,
             cache_layer.cumulative_length, num_channels, query_heads, kv_heads,
             cache_layer.keys.shape[2], *row_constexprs, TL_DTYPES[cos.dtype], head_dim, distance,
@@ -379,12 +380,10 @@ def flash_decode(
     Returns:
         ``(B, 1, H * C)``.
     """
-    (batch, num_heads, head_dim), (_, kv_heads, max_cache_len, _) = (
-        query_BHC.shape,
-        cache_layer.keys.shape,
-    )
+    batch, num_heads, head_dim = query_BHC.shape
+    _, kv_heads, max_cache_len, _ = cache_layer.keys.shape
     use_pdl, num_blocks = supports_pdl(query_BHC.device), triton.cdiv(max_cache_len, BLOCK_KEYS)
-    # Aim at one wave of thread blocks.
+    # Choose the splits so that all thread blocks fit on the GPU at once (one wave).
     splits_per_wave = BLOCKS_PER_SM * num_sms(query_BHC.device) // (batch * kv_heads)
     blocks_per_split = triton.cdiv(num_blocks, min(max(splits_per_wave, 1), MAX_KEY_SPLITS))
     splits = triton.cdiv(num_blocks, blocks_per_split)
@@ -413,7 +412,7 @@ def flash_decode(
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + norm(y)`` twice; if ``quantizes``, the second one is in fp8.
+    """Return ``x + norm(y)``, and a copy in fp8 if ``quantizes`` (else the same tensor again).
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16.
     """
@@ -434,7 +433,7 @@ def layer_norm_add(
 def add_rms_norm(
     x: Tensor, norm: RMSNorm, y: Tensor | SplitKPartials | None, quantizes: bool
 ) -> tuple[Tensor, Tensor | Fp8Tensor]:
-    """Return ``x + y``, and ``norm(x + y)``, which is in fp8 if ``quantizes``.
+    """Return ``x + y`` and ``norm(x + y)``; if ``quantizes``, the latter is in fp8.
 
     ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16; None for ``y`` means zero.
     """
@@ -459,7 +458,7 @@ def add_rms_norm(
 def _empty_like(x: Tensor, group_size: int) -> Tensor | Fp8Tensor:
     """Allocate an output like ``x``.
 
-    Unless ``group_size`` is 0, the output is in fp8, with a scale for each group of channels.
+    If ``group_size`` is not 0, the output is in fp8, with one scale per group of so many channels.
     """
     *leading, channels = x.shape
     if not group_size:

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (PDL): a kernel is started while the one before it still runs.
+"""Programmatic dependent launch (PDL): a kernel starts while the previous kernel is still running.
 
 Importing this module needs Triton, which torch's GPU builds include.
 """

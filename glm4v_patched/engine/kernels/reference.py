@@ -43,15 +43,15 @@ def rope_in_place(
 
 def rope_and_update_cache(
     qkv: Tensor | SplitKPartials,
-    sizes: tuple[int, int, int],
+    head_counts: tuple[int, int, int],
     cos: Tensor,
     sin: Tensor,
     distance: int,
     cache_layer: Any,
 ) -> Tensor:
-    heads_BRHC = to_tensor(qkv).unflatten(-1, (sum(sizes), -1)).clone()
-    rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin, distance)
-    query, key, value = heads_BRHC.transpose(1, 2).split(sizes, dim=1)
+    heads_BRHC = to_tensor(qkv).unflatten(-1, (sum(head_counts), -1)).clone()
+    rope_in_place(heads_BRHC, head_counts[0] + head_counts[1], cos, sin, distance)
+    query, key, value = heads_BRHC.transpose(1, 2).split(head_counts, dim=1)
     StaticLayer.update(cache_layer, key, value)
     return query.squeeze(2)
 
@@ -81,8 +81,8 @@ def activate(x: Tensor | SplitKPartials, function: str) -> Tensor:
 def activate_and_quantize_rows(
     x: Tensor | SplitKPartials, bias: Tensor | None, function: str, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale per row; the kernel has one per group of channels."""
-    assert (bias, function) == (None, "swiglu"), "as inference_layers.py calls it"
+    """Quantize with one scale per row, where the kernel has one per group of channels."""
+    assert (bias, function) == (None, "swiglu"), "inference_layers.py calls it only so"
     return fp8_matmul.quantize_rows(activate(x, function).flatten(0, -2))
 
 
@@ -94,7 +94,7 @@ def reduce_partials(x: SplitKPartials, residual: Tensor | float = 0.0) -> Tensor
 
 
 def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Return the complete product as a single partial sum; only the kernel splits K."""
+    """Return the complete product as the only partial sum, where the kernel splits K."""
     x = x.float() if scales is None else x.float() * scales
     return torch.stack([x @ weight.float().T])
 
@@ -103,7 +103,7 @@ def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> T
 
 
 def to_tensor(x: Tensor | SplitKPartials) -> Tensor:
-    """Return a tensor unchanged; reduce, scale and round split-K partial sums."""
+    """Return a tensor unchanged, or the tensor that split-K partial sums add up to."""
     if isinstance(x, Tensor):
         return x
     total = x.partials.sum(0)

@@ -1,8 +1,8 @@
 """Skinny GEMM: memory-bound products of at most 32 rows with a large weight.
 
-For so few rows the split-K kernel of :mod:`skinny_gemm_triton` reaches more of the memory bandwidth
-than cuBLAS does (figures: docs/benchmarks). For fp8 inputs, a row may have one scale per group of
-channels, so that several thread blocks can quantize one row.
+For so few rows, the split-K kernel of :mod:`skinny_gemm_triton` reaches more of the memory
+bandwidth than cuBLAS does (figures: docs/benchmarks). An fp8 input may have one scale per group of
+a row's channels, so that several thread blocks can quantize one row.
 
 Shapes: ``x`` is ``(M, K)``, the weight ``(N, K)``, the product ``(M, N)``.
 """
@@ -23,7 +23,7 @@ MAX_M = 32
 class SplitKPartials(NamedTuple):
     """Split-K partial sums of a product ``(..., N)``: K is split, and each split has its own sum.
 
-    The kernel that takes them adds them up, scales and rounds.
+    The next kernel, whose input they are, adds them up, scales and rounds them.
     """
 
     partials: Tensor  # (num_splits, M, N) fp32
@@ -52,14 +52,14 @@ def k_blocks_per_split(k: int, splits: int) -> int:
 
 
 def num_splits(n: int, k: int, sms: int) -> int:
-    """Return the number of splits of K with which a product's grid fills the GPU once.
+    """Return the number of splits of K with which the thread blocks of a product fill the GPU once.
 
     A product whose N alone fills the GPU has one split.
     """
-    wanted = max(BLOCKS_PER_SM * sms // (n // BLOCK_N), 1)
-    # Each split has a whole number of blocks, so fewer splits than wanted may cover K. Divide once
+    splits_to_fill = max(BLOCKS_PER_SM * sms // (n // BLOCK_N), 1)
+    # Each split has an integer number of blocks, so fewer splits than that may cover K. Divide once
     # more, so that no split is empty.
-    return -(-(k // BLOCK_K) // k_blocks_per_split(k, min(wanted, k // BLOCK_K)))
+    return -(-(k // BLOCK_K) // k_blocks_per_split(k, min(splits_to_fill, k // BLOCK_K)))
 
 
 def channels_per_split(weight: Tensor) -> int:

@@ -19,7 +19,7 @@ from .skinny_gemm import (
     num_splits,
 )
 
-# Software pipeline depth. In bf16 a stage holds 16 KiB of weights and 4 or 8 KiB of inputs.
+# Stages of Triton's software pipeline. In bf16, a stage has 16 KiB of weights, 4 or 8 of inputs.
 NUM_STAGES = 4
 
 # Triton's dtype for each of torch's.
@@ -43,11 +43,11 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     NUM_GROUPS: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
-    """Write one block of columns of one split of K.
+    """Write one block of output columns of one split of K.
 
     ``k_blocks`` is the number of blocks of K in a split. Each row of ``x`` has ``NUM_GROUPS``
-    scales, one for each group of its channels. There may be 0, 1 or ``NUM_SPLITS`` scales, or one
-    for each block of K.
+    scales, one for each group of its channels. ``NUM_GROUPS`` is 0, 1, ``NUM_SPLITS`` or the number
+    of blocks in K.
     """
     split = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -55,11 +55,11 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     channels = tl.arange(0, BLOCK_CHANNELS)[None, :]
     weight_pointers = weight + columns.to(tl.int64)[:, None] * K + channels  # may pass 2**31
     x_pointers = x + rows[:, None] * K + channels
-    # The weight is the left operand: tensor cores take at least 64 rows of a left operand, and as
-    # few as 8 of a right one.
+    # The weight is the left operand of tl.dot: Hopper's tensor cores (wgmma) multiply 64 rows of a
+    # left operand by as few as 8 columns of a right one.
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), tl.float32)
     first = split * k_blocks
-    last = tl.minimum(first + k_blocks, K // BLOCK_CHANNELS)
+    end = tl.minimum(first + k_blocks, K // BLOCK_CHANNELS)
     if use_pdl:
         tl.extra.cuda.gdc_wait()  # until the previous kernel has written x
     scale_by_block: tl.constexpr = NUM_GROUPS > 1 and NUM_GROUPS != NUM_SPLITS
@@ -70,13 +70,13 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
         if scale_by_block:
             scale_pointers += first
         scale = tl.load(scale_pointers, mask=rows < M, other=0.0)
-    for block in range(first, last):
-        # Each weight is read only once, so evict it before other data that is in the cache.
+    for block in range(first, end):
+        # Each weight is read only once, so let the cache evict it before other data.
         weights = tl.load(weight_pointers + block * BLOCK_CHANNELS, eviction_policy="evict_first")
         values = tl.load(x_pointers + block * BLOCK_CHANNELS, mask=rows[:, None] < M, other=0.0)
         if scale_by_block:  # load the next scale while this block is multiplied
             scale_pointers += 1
-            next_scale = tl.load(scale_pointers, mask=(rows < M) & (block + 1 < last), other=0.0)
+            next_scale = tl.load(scale_pointers, mask=(rows < M) & (block + 1 < end), other=0.0)
             total += tl.dot(weights, values.T) * scale[None, :]
             scale = next_scale
         else:
@@ -85,7 +85,7 @@ def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     if NUM_GROUPS > 0 and not scale_by_block:
         total *= scale[None, :]
     if use_pdl:
-        # Only now: the next kernel would take shared memory from this one.
+        # Not earlier: the next kernel would take shared memory from this one.
         tl.extra.cuda.gdc_launch_dependents()
     out_pointers = out + (split * M + rows[:, None]) * N + columns[None, :]
     tl.store(out_pointers, total.T, mask=rows[:, None] < M)
@@ -189,7 +189,7 @@ def reduce_partials(x: SplitKPartials, residual: Tensor | None = None) -> Tensor
 
 
 def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T`` as split-K partial sums, in as many splits as fill the GPU.
+    """Return ``x @ weight.T`` as split-K partial sums, with as many splits as fill the GPU.
 
     Each split has :func:`k_blocks_per_split` blocks of K, except the last, which may have fewer.
 

@@ -8,7 +8,7 @@ from ...models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ModelSource,
-    base_of_adapters,
+    source_of_adapters,
 )
 from ...models.weight_files import read_header
 from ...patch.config_json import read_json_object
@@ -24,7 +24,7 @@ def resolve_base(recipe: Recipe) -> ModelSource:
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
         return ModelSource(recipe.model, recipe.revision)
-    base = base_of_adapters(folder, recipe.revision)
+    base = source_of_adapters(folder, recipe.revision)
     if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "

@@ -14,7 +14,7 @@ from ...engine.options import (
     LANGUAGE_TARGETS,
     MODEL_PARTS,
     is_lora,
-    parts_with_rates,
+    parts_with_learning_rates,
     trains_vision,
 )
 from ...terminal_text import pip_install
@@ -131,7 +131,7 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             f"lora.targets is {[*targets]}, with layers of the vision tower, and trained is "
             f"{trained}; expected lora_all",
         )
-    rates, expected = known.get("trainer.learning_rate"), parts_with_rates(trained)
+    rates, expected = known.get("trainer.learning_rate"), parts_with_learning_rates(trained)
     if isinstance(rates, dict) and rates.keys() != expected:
         yield RecipeProblem(
             "trainer.learning_rate",

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ...engine.options import (
     MODEL_PARTS,
-    TRAINED,
+    TRAINED_CHOICES,
     EngineOptions,
     EngineSection,
     LoraOptions,
@@ -65,7 +65,7 @@ def _join_parts(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     check_trained(value)
-    if value in TRAINED:
+    if value in TRAINED_CHOICES:
         return value
     ordered = "+".join(part for part in MODEL_PARTS if part in value.split("+"))
     return {"+".join(MODEL_PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
@@ -84,7 +84,7 @@ class Recipe(Section):
     trained: Annotated[
         str,
         BeforeValidator(_join_parts),
-        Expected(f"{', '.join(TRAINED)}, or a list of {', '.join(MODEL_PARTS)}"),
+        Expected(f"{', '.join(TRAINED_CHOICES)}, or a list of {', '.join(MODEL_PARTS)}"),
     ] = "full"
     """full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or

@@ -165,13 +165,13 @@ def add_adapters(
     if not adapters:
         return model, lambda name: nullcontext()
 
-    from ...engine.trainable import load_trainable_adapters
+    from ...engine.trainable import load_adapters
 
     # Names that clients use may have dots, but names of torch modules may not.
     module_names = {name: f"adapters_{index}" for index, name in enumerate(adapters)}
     for name, source in adapters.items():
         assert source.adapters is not None
-        model = load_trainable_adapters(model, source.adapters, module_names[name])
+        model = load_adapters(model, source.adapters, module_names[name])
     model.eval().requires_grad_(False)
 
     @contextmanager
