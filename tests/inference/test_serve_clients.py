@@ -298,7 +298,7 @@ def test_what_is_stored_counts_as_part_of_a_request(queue, ask):
 
 def test_a_store_drops_the_least_recently_used_beyond_its_limits():
     store = LruStore(max_entries=3, max_bytes=40)
-    for key in "abc":
+    for key in "aabc":
         store.put(key, key * 4)
     assert store.get("a") == b'"aaaa"'
     store.put("d", "dddd")

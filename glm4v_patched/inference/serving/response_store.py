@@ -36,6 +36,7 @@ class LruStore:
         """Store a value; drop the least recently used ones beyond the limits."""
         text = json.dumps(value).encode()
         with self._lock:
+            self._bytes -= len(self._texts.pop(key, b""))
             self._texts[key] = text
             self._bytes += len(text)
             while len(self._texts) > self.max_entries or self._bytes > self.max_bytes:
