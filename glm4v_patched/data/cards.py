@@ -1,7 +1,7 @@
-"""Find subsets and splits of a folder by its card (the YAML in README.md) or by names of files.
+"""Find the subsets and splits of a folder, by its card (the YAML in README.md) or by file names.
 
-The rules for names are those of ``datasets``. That library is not used, because it opens any file
-that a card names. Needs no torch.
+The rules for file names are those of ``datasets``. That library is not used, because it opens any
+file that a card names. Needs no torch.
 """
 
 import re
@@ -17,7 +17,7 @@ from .folders import Folder, find_matching_files
 from .messages import describe_value
 
 README, STANDALONE_CARD = "README.md", ".huggingface.yaml"
-MAX_CHARACTERS = 2**20  # of a card
+MAX_CARD_BYTES = 2**20
 MAX_NESTING = 100  # levels of lists and mappings in a card, and of values in a Parquet file
 MAX_COMPARISONS = 10_000_000
 """Limit on the number of files times the number of patterns that they are compared with."""
@@ -26,21 +26,22 @@ KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "descri
 KNOWN_CONFIG_KEYS += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding"]
 KNOWN_CONFIG_KEYS += ["columns", "field"]
 """Keys of a subset's config that are accepted: they choose files, or have no effect here."""
-# A file of a split by the Hub's naming, such as data/train-00000-of-00004.parquet.
-SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-NUMBERED_RE = re.compile(r"(.*)-(\d{5})-of-(\d{5})[^/]*(\.[^/.]*)")
+# The Hub's name for a file of a split, such as data/train-00000-of-00004.parquet.
+SPLIT_SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+# Any file that has its number and the number of all files in its name.
+NUMBERED_SHARD_RE = re.compile(r"(.*)-(\d{5})-of-(\d{5})[^/]*(\.[^/.]*)")
 YAML_TRUE = ("true", "True", "TRUE")
-# By split: the words in names of files and folders that assign them to the split.
+# Words in the name of a file or folder that assign it to a split, by split.
 SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
     "test": "test|testing|eval|evaluation",
 }
-SEPARATOR = "[-._ 0-9]"  # what may precede or follow a keyword in a name
+KEYWORD_SEPARATOR = "[-._ 0-9]"  # what may precede or follow a keyword in a name
 
 
 class Subset(NamedTuple):
-    """Files of one split of a subset, and the names of the classes by column."""
+    """The files of one split of a subset, and the class names of its columns of labels."""
 
     files: list[str]
     class_names: dict[str, list[str]]
@@ -83,13 +84,13 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
 
 
 def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> str:
-    """Return the split to read (default "train"); raise ``ValueError`` if there is no such
-    split."""
+    """Return the split to read, by default "train"; raise ``ValueError`` if it is not in
+    ``splits``."""
     split = split or "train"
     if split not in splits:
         raise ValueError(
-            f"{folder.path} has the splits {listed([*splits], 20)} and not {split}: name one of "
-            "them (split)"
+            f"{folder.path} has the splits {listed([*splits], 20)} and not {split}: set split to "
+            "one of them"
         )
     return split
 
@@ -112,11 +113,12 @@ class _CardLoader(BaseLoader):
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return the content of the card; the key ``where`` has the path of the file with configs."""
+    """Return the content of the card, with the path of the file that has ``configs`` under the key
+    ``where``."""
     card: dict[str, Any] = {}
     for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
-        text = folder.read_text(file, MAX_CHARACTERS)
+        text = folder.read_text(file, MAX_CARD_BYTES)
         text = _front_matter(text) if file == README else text
         try:
             _check_nesting(text)
@@ -131,8 +133,8 @@ def _read_card(folder: Folder) -> dict[str, Any]:
 def _check_nesting(text: str) -> None:
     """Raise ``yaml.YAMLError`` if lists or mappings are nested too deeply.
 
-    ``CBaseLoader`` composes them recursively in C, which ends the process on Python 3.12. Events
-    are parsed without recursion.
+    ``CBaseLoader`` loads nested values by recursion in C, which ends the process on Python 3.12.
+    Parsing events needs no recursion.
     """
     depth = 0
     for event in yaml.parse(text, BaseLoader):
@@ -155,6 +157,10 @@ def _front_matter(text: str) -> str:
 
 
 def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, dict]:
+    """Return where a subset's config is, for messages, and the config; empty without ``configs``.
+
+    The default subset has ``default: true``, has the name "default", or is the only one.
+    """
     configs = card.get("configs") or []
     where = f"{card.get('where', folder.path)}: configs"
     if not isinstance(configs, list) or not all(
@@ -175,31 +181,33 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
         ]
         chosen = default or configs
     if len(chosen) != 1:
-        has = f"the subsets {listed(names, 20)}" if names else "no subsets"
+        subsets = f"the subsets {listed(names, 20)}" if names else "no subsets"
         other = "" if name is None else f" and not {name}"
-        raise ValueError(f"{folder.path} has {has}{other}: name one of them (subset)")
+        raise ValueError(f"{folder.path} has {subsets}{other}: set subset to one of them")
     return f"{where}, {chosen[0]['config_name']}", chosen[0]
 
 
 def _patterns_of_config(where: str, data_files: Any) -> dict[str, list[Any]]:
+    """Return the paths and patterns of each split in a config's ``data_files``."""
     patterns: dict[str, list[Any]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         entry = {"split": "train", "path": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
             raise ValueError(f"{where} is {describe_value(data_files)}; expected {expected}")
-        split_files = patterns.setdefault(_expect_text(entry["split"], f"{where}: split"), [])
-        split_files += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        split_patterns = patterns.setdefault(_expect_text(entry["split"], f"{where}: split"), [])
+        split_patterns += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
     return patterns
 
 
 def _files_of_patterns(
     folder: Folder, files: list[str], where: str, patterns: list[Any]
 ) -> list[str]:
-    known, num_compared = {*files}, 0
+    """Return the files that match any of the patterns, each once. A path is a pattern, too."""
+    paths, num_compared = {*files}, 0
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matching = [pattern] if _expect_text(pattern, where) in known else None
+        matching = [pattern] if _expect_text(pattern, where) in paths else None
         if matching is None:
             num_compared += len(files)
             if num_compared > MAX_COMPARISONS:
@@ -218,11 +226,11 @@ def _files_of_patterns(
 def _check_shards(folder: Folder, files: list[str]) -> None:
     """Raise ``ValueError`` if names such as a-00000-of-00002.parquet show that a file is missing.
 
-    Without this check, a download that was interrupted would lose rows silently.
+    Without this check, rows would be lost silently after an interrupted download.
     """
     present: dict[tuple[str, str, str], set[int]] = {}
     for file in files:
-        if match := NUMBERED_RE.fullmatch(file):
+        if match := NUMBERED_SHARD_RE.fullmatch(file):
             present.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     for (name, total, suffix), numbers in present.items():
         missing = next((k for k in range(int(total)) if k not in numbers), None)
@@ -249,18 +257,19 @@ def _describe_unknown_file(folder: Folder, where: str, name: str) -> str:
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Return the files of each split, by names of files and folders; if no name shows a split, all
-    files are ``train``."""
-    shards = [(match[1], file) for file in files if (match := SHARD_RE.fullmatch(file))]
+    """Return the files of each split, as the names of files and folders show it. If no name shows a
+    split, all files are in the split ``train``."""
+    shards = [(match[1], file) for file in files if (match := SPLIT_SHARD_RE.fullmatch(file))]
     if shards:
         names = dict.fromkeys([*SPLIT_KEYWORDS, *sorted({split for split, _ in shards})])
         by_name = {name: [file for split, file in shards if split == name] for name in names}
         return {name: shard_files for name, shard_files in by_name.items() if shard_files}
     # The keywords are searched in the names of folders first, then in those of files.
-    for rest_re in (f"(?:{SEPARATOR}[^/]*)?/.*", f"{SEPARATOR}[^/]*"):
+    before_re = f"(?:.*/)?(?:[^/]*{KEYWORD_SEPARATOR})?"
+    for after_re in (f"(?:{KEYWORD_SEPARATOR}[^/]*)?/.*", f"{KEYWORD_SEPARATOR}[^/]*"):
         by_name = {}
         for split, words in SPLIT_KEYWORDS.items():
-            split_re = re.compile(f"(?:.*/)?(?:[^/]*{SEPARATOR})?(?:{words}){rest_re}", re.DOTALL)
+            split_re = re.compile(f"{before_re}(?:{words}){after_re}", re.DOTALL)
             by_name[split] = [file for file in files if split_re.fullmatch(file)]
         if any(by_name.values()):
             return {split: split_files for split, split_files in by_name.items() if split_files}
@@ -268,7 +277,7 @@ def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
 
 
 def _class_names_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]:
-    """Return the class names that ``dataset_info`` of a card gives to numeric columns."""
+    """Return the class names of a subset by column, from ``dataset_info`` of its card."""
     class_names = {}
     for item in dataset_info if isinstance(dataset_info, list) else [dataset_info]:
         if not isinstance(item, dict) or item.get("config_name", subset) != subset:
@@ -278,7 +287,7 @@ def _class_names_of_card(dataset_info: Any, subset: str) -> dict[str, list[str]]
             dtype = feature.get("dtype") if isinstance(feature, dict) else None
             label = dtype.get("class_label") if isinstance(dtype, dict) else None
             names = label.get("names") if isinstance(label, dict) else None
-            if isinstance(names, dict):  # keyed by numbers as text
+            if isinstance(names, dict):  # its keys are numbers as text; "10" is after "9"
                 names = [names[key] for key in sorted(names, key=lambda key: (len(str(key)), key))]
             if isinstance(names, list) and isinstance(feature.get("name"), str):
                 class_names[feature["name"]] = [*map(str, names)]
