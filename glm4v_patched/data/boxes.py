@@ -129,9 +129,12 @@ def convert_boxes(
 
     def convert_list(match: re.Match) -> str:
         size = _common_size(paths, stated_size) if in_pixels else (1, 1)
-        digits = "" if JSON_KEY_RE.search(match.string) else "03"
-        boxes = (to_thousandths(box, box_format, size) for box in _parse_boxes(match))
-        return f"[{';'.join(','.join(f'{n:{digits}}' for n in box) for box in boxes)}]"
+        number_format = "" if JSON_KEY_RE.search(match.string) else "03"
+        texts = []
+        for numbers in _parse_boxes(match):
+            box = to_thousandths(numbers, box_format, size)
+            texts.append(",".join(f"{edge:{number_format}}" for edge in box))
+        return f"[{';'.join(texts)}]"
 
     def convert_text(text: str) -> str:
         if replacements:

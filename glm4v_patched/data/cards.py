@@ -95,12 +95,13 @@ def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> 
     return split
 
 
-BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # C is ten times as fast
+# The loader in C, which may be missing, is ten times as fast.
+BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 class _CardLoader(BaseLoader):
-    """Loads YAML as strings, lists and mappings without repeated keys. A merge key (``<<``) is not
-    interpreted."""
+    """Loads YAML, with all scalars as strings. A repeated key is an error, and a merge key (``<<``)
+    is a key like others."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         values = super().construct_mapping(node, deep)
@@ -113,8 +114,8 @@ class _CardLoader(BaseLoader):
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return the content of the card, with the path of the file that has ``configs`` under the key
-    ``where``."""
+    """Return the content of the card. If it has ``configs``, the key ``where`` is added: the path
+    of the file that has them."""
     card: dict[str, Any] = {}
     for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
@@ -174,16 +175,19 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
     if name is not None:
         chosen = [item for item in configs if item["config_name"] == name]
     else:
-        default = [
+        defaults = [
             item
             for item in configs
             if item.get("default") in YAML_TRUE or item["config_name"] == "default"
         ]
-        chosen = default or configs
+        chosen = defaults or configs
+    if not names:
+        raise ValueError(f"{folder.path} has no subsets: remove subset, which is {name}")
     if len(chosen) != 1:
-        subsets = f"the subsets {listed(names, 20)}" if names else "no subsets"
         other = "" if name is None else f" and not {name}"
-        raise ValueError(f"{folder.path} has {subsets}{other}: set subset to one of them")
+        raise ValueError(
+            f"{folder.path} has the subsets {listed(names, 20)}{other}: set subset to one of them"
+        )
     return f"{where}, {chosen[0]['config_name']}", chosen[0]
 
 

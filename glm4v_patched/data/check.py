@@ -1,4 +1,5 @@
-"""Check data sources before training: read, render and measure every row, decode every image.
+"""Check data sources before training: read every row, apply the chat template, count the tokens,
+and decode every image.
 
 The check stores the rows in a file (:mod:`stored_rows`), and returns a description of them
 (:class:`checked_data.CheckedData`). It caches which images were decoded without a problem
@@ -92,9 +93,10 @@ def check_sources(
     image_cache: Path | None = None,
     num_precheck: int | None = None,
 ) -> CheckedData:
-    """Read, render and measure every row of some sources, and decode every image once.
+    """Check every row of some sources.
 
-    Skipped rows are printed, up to 20 per source.
+    Each row is read, and its tokens in the chat template are counted. Each image is decoded once.
+    Rows that are skipped are printed, up to 20 per source.
 
     Args:
         processor: A ``ChatGLMProcessor``.
@@ -122,7 +124,7 @@ def check_sources(
     results = [_read_sources(sources, collator, image_cache, num_precheck)]
     if eval_sources:
         results.append(_read_sources(eval_sources, collator, image_cache))
-    _require_rows_of_each(sources, results[0].rows)  # before images are decoded
+    _require_sufficient_weights(sources, results[0].rows)  # before images are decoded
     paths = [path for result in results for path in _image_paths(result.rows)]
     checks = _check_images(paths, image_cache)
     results = [_find_problems(result, checks, max_positions, pack_to) for result in results]
@@ -131,7 +133,7 @@ def check_sources(
     checked, *evaluation = [
         data for result in results for data in _split_held_out(result, checks, pack_to, eval_share)
     ]
-    _require_rows_of_each(sources, checked.rows)
+    _require_sufficient_weights(sources, checked.rows)
     if not evaluation:
         return checked
     unweighted = tuple(replace(source, weight=1.0) for source in evaluation[0].sources)
@@ -162,8 +164,8 @@ def _read_sources(
     image_cache: Path | None,
     num_precheck: int | None = None,
 ) -> _SourceRows:
-    """Read and measure the rows of sources, at most ``num_precheck`` of each. No problems of rows
-    are in the result yet."""
+    """Read and measure the rows of sources, at most ``num_precheck`` of each. Their problems are
+    found later (:func:`_find_problems`)."""
     is_streamed = num_precheck is not None
     paths = [] if is_streamed else [path for source in sources for path in source.files]
     files = [*map(FileStamp.of, paths)]
@@ -182,21 +184,21 @@ def _all_measured_batches(
     sources: DataSources, collator: ConversationCollator, num_precheck: int | None
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of all sources in batches, in the form in which they are stored."""
-    for number, source in enumerate(sources):
+    for source_index, source in enumerate(sources):
         if num_precheck is not None:
             limit = min(num_precheck, source.max_samples or num_precheck)
             source = replace(source, max_samples=limit)
-        batches = _measured_batches(iter_rows(source), number, collator)
+        batches = _measured_batches(iter_rows(source), source_index, collator)
         with show_progress("reading rows", total=_max_rows(source)) as progress:
             yield from _report_progress(batches, progress.update)
 
 
 def _measured_batches(
-    rows: Iterator[ConversationRow | RowProblem], source: int, collator: ConversationCollator
+    rows: Iterator[ConversationRow | RowProblem], source_index: int, collator: ConversationCollator
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the source with the number ``source`` in batches, as they are stored."""
+    """Yield the rows of a source in batches, in the form in which they are stored."""
     while batch := [*islice(rows, ROWS_PER_BATCH)]:
-        stored = [_stored_row(row, source) for row in batch]
+        stored = [_stored_row(row, source_index) for row in batch]
         usable = [index for index, row in enumerate(stored) if row["problem"] is None]
         conversations = [batch[index].messages for index in usable]  # type: ignore[union-attr]
         sizes = measure_conversations(conversations, collator)
@@ -209,8 +211,8 @@ def num_reading_processes(sources: DataSources) -> int:
     """Return how many processes read the sources: up to one per core, or one if not all sources are
     local files with a row per line.
 
-    Of other files, each process would keep the complete JSON document in memory. With URLs, each
-    process might download the same image.
+    A file that is one JSON document would be in the memory of each process. An image with a URL
+    might be downloaded by each process.
     """
     if any(source.allow_urls or not _has_lines(source) for source in sources):
         return 1
@@ -241,20 +243,23 @@ def _store_in_processes(
     """Store the rows of sources. Each of n processes reads and measures every n-th row."""
     limits = [*map(_max_rows, sources)]
     total = None if None in limits else sum(filter(None, limits))
-    with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as name:
+    with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as shard_folder:
+
+        def shard_path(source_index: int, process: int) -> Path:
+            return Path(shard_folder, f"{source_index}.{process}")
 
         def store_shard(process: int, report: Callable[[int], None]) -> None:
-            for number, source in enumerate(sources):
+            for source_index, source in enumerate(sources):
                 rows = iter_rows(source, shard=(process, processes))
-                with Path(name, f"{number}.{process}").open("wb") as file:
-                    batches = _measured_batches(rows, number, collator)
+                with shard_path(source_index, process).open("wb") as file:
+                    batches = _measured_batches(rows, source_index, collator)
                     write_rows(_report_progress(batches, report), file)
 
         with show_progress("reading rows", total=total) as progress:
             run_forked(store_shard, processes, progress.update)
         shards = (
-            [Path(name, f"{number}.{process}") for process in range(processes)]
-            for number in range(len(sources))
+            [shard_path(source_index, process) for process in range(processes)]
+            for source_index in range(len(sources))
         )
         return interleave_rows(shards, folder)
 
@@ -267,8 +272,8 @@ def _report_progress(
         report(len(batch))
 
 
-def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:
-    """Return a row as it is stored, with the sizes 0, and with its problem if it has one."""
+def _stored_row(row: ConversationRow | RowProblem, source_index: int) -> dict[str, Any]:
+    """Return a row in the form in which it is stored; its fields of :class:`SampleSize` are 0."""
     messages = [] if isinstance(row, RowProblem) else row.messages
     # The digest must not depend on the order of a message's keys. The keys in "tools" keep their
     # order, because the template writes them in this order.
@@ -282,7 +287,7 @@ def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any
     return {
         "messages": text,
         "images": images,
-        "source": source,
+        "source": source_index,
         "line": row.line,
         "digest": hashlib.sha256(text_without_images.encode()).digest(),
         "problem": problem,
@@ -301,7 +306,7 @@ def find_length_problem(text: str) -> str | None:
 def measure_conversations(
     conversations: list[list[dict]], collator: ConversationCollator
 ) -> list[SampleSize | str]:
-    """Return the size of each conversation, or why it cannot be rendered."""
+    """Return the size of each conversation, or why the chat template cannot render it."""
     if not conversations:
         return []
     try:
@@ -323,7 +328,7 @@ def _rows_per_source(sources: DataSources, rows: StoredRows) -> list[int]:
     return np.bincount(column_values(rows, "source"), minlength=len(sources)).tolist()
 
 
-def _require_rows_of_each(sources: DataSources, rows: StoredRows) -> None:
+def _require_sufficient_weights(sources: DataSources, rows: StoredRows) -> None:
     """Raise ``ValueError`` if a source has rows but a weight so small that none would be used."""
     for source, count in zip(sources, _rows_per_source(sources, rows), strict=True):
         if count and not round(source.weight * count):

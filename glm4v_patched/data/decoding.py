@@ -77,8 +77,11 @@ def has_decodable_header(path: str) -> bool:
 
 
 def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
-    """Return why the image in ``content`` cannot be used, or None. ``path`` is its file in commands
-    of the message."""
+    """Return why the image in ``content`` cannot be used, or None.
+
+    Args:
+        path: The image's file, for commands in the message.
+    """
     from ..remote.image_processing_chatglm import as_image  # imports torch
 
     if not content:

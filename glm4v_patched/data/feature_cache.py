@@ -96,7 +96,7 @@ class TowerFeatures:
         if len(models) != 1:
             raise ValueError(
                 f"the model contains {len(models)} models of this package's class ChatGLMModel; "
-                "expected exactly 1: call glm4v_patched.apply() before an Auto class loads it"
+                "expected exactly 1: call glm4v_patched.apply() before you load it by an Auto class"
             )
         self.model, self.tower = models[0], models[0].vision
         self.folder = None if folder is None else Path(folder)

@@ -74,7 +74,8 @@ class ImageFiles:
         store: Folder for files of images that are URLs or bytes; by default in the user's cache
             folder. Names of these files are digests, so that later runs find them again.
         allowed_folder: The folder that must contain all files that rows name; None allows any file.
-        image_root: Beginning that is removed from paths in rows (``data.image_root``).
+        image_root: Beginning that is removed from paths in rows (``data.image_root``), which are
+            then relative to ``folder``.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ImageFiles:
         return self._resolve_path(image)
 
     def _resolve_path(self, image: str) -> str:
-        """Return the absolute path of a path, relative path or file URL in a row."""
+        """Return the absolute path for a path or ``file:`` URL in a row."""
         if image[:6].lower() == "file:/":
             image = _path_of_file_url(image)
         if self.image_root is not None:

@@ -53,7 +53,7 @@ class ConversationRow(NamedTuple):
 
 
 def read_conversations(path: str | Path | DataSource) -> list[list[dict]]:
-    """Read a set of conversations in which every row must be usable. Image paths become absolute.
+    """Read conversations from a source whose rows must all be usable. Image paths become absolute.
 
     Image files must exist. They are not opened; :mod:`check` decodes them.
 
@@ -76,6 +76,7 @@ def require_first_rows(sources: Sequence[DataSource]) -> None:
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
+            # One row more than can be listed shows whether the source has further rows.
             rows, problems = split_usable_rows(islice(iter_rows(source), MAX_PROBLEMS_LISTED + 1))
             if not rows:
                 is_complete = len(problems) <= MAX_PROBLEMS_LISTED
@@ -107,7 +108,7 @@ def describe_problems(
     """Return a report of up to 20 different problems, with the file and the lines of each.
 
     Args:
-        num_rows: Number of rows in the source; None if only the first rows were read.
+        num_rows: Number of rows that were checked; None if only the first few rows were read.
     """
     source = as_source(path)
     summary = f"none of its first {len(problems):,} rows can be used"
@@ -230,7 +231,7 @@ class _RowReader:
         checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.image_files.path_of)
         if self.source.boxes:
-            # ms-swift's key of boxes, whose places in the texts are marked by placeholders.
+            # "objects" is ms-swift's key for boxes; placeholders in texts mark their positions.
             reads_objects = not self.source.columns and "objects" not in self.source.ignore
             objects = row.get("objects") if reads_objects else None
             stated_size = row.get("width"), row.get("height")

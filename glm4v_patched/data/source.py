@@ -150,6 +150,7 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
         os.sep.join(literal_names) or os.sep
     ).split(os.sep)
     folder_names = os.path.realpath(folder).split(os.sep)
+    # If the folder matches a beginning of the pattern, the rest may match a path below the folder.
     return any(
         matches_pattern(folder_names, pattern_names[:length])
         for length in range(len(literal_names), len(pattern_names) + 1)

@@ -73,29 +73,32 @@ class StreamDataset(IterableDataset):
     ):
         self.sources, self.batch_size, self.shard = sources, batch_size, shard
         self.seed, self.num_used = seed, num_used
-        self.buffer_size = max(buffer_size // len(sources), 1)
+        self.buffer_size = max(buffer_size // len(sources), 1)  # of each source
 
     def __iter__(self) -> Iterator[StreamedRow]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        # Each worker process reads all rows, and yields those of every num_workers-th batch.
         for index, row in enumerate(islice(self._mix_sources(), self.num_used, None)):
             if index // self.batch_size % num_workers == worker:
                 yield row
 
     def _mix_sources(self) -> Iterator[StreamedRow]:
-        streams = [self._endless_passes(number) for number in range(len(self.sources))]
+        """Yield rows of all sources without end."""
+        streams = [self._endless_passes(index) for index in range(len(self.sources))]
         weights = np.array([source.weight for source in self.sources])
         generator = np.random.default_rng([self.seed, self.shard[0]])
         while True:
-            number = 0
+            source_index = 0
             if len(streams) > 1:
-                number = generator.choice(len(streams), p=weights / weights.sum())
-            yield next(streams[number])
+                source_index = generator.choice(len(streams), p=weights / weights.sum())
+            yield next(streams[source_index])
 
-    def _endless_passes(self, number: int) -> Iterator[StreamedRow]:
-        source = self.sources[number]
+    def _endless_passes(self, source_index: int) -> Iterator[StreamedRow]:
+        """Yield the rows of a source without end, in another order in each pass."""
+        source = self.sources[source_index]
         for epoch in count():
-            generator = np.random.default_rng([self.seed, self.shard[0], number, epoch])
+            generator = np.random.default_rng([self.seed, self.shard[0], source_index, epoch])
             buffer: list[StreamedRow] = []
             for row in self._rows(source):
                 if len(buffer) < self.buffer_size:
@@ -110,8 +113,8 @@ class StreamDataset(IterableDataset):
         """Yield the rows of a pass through a source.
 
         A row that cannot be used is replaced by its problem. So the other rows keep their positions
-        when the row is corrected, and when an image can be downloaded in one process only. If the
-        source cannot be read further, the problem is yielded without end.
+        if the row is corrected, or if only one of the worker processes cannot download its image.
+        If the source cannot be read further, the problem is yielded without end.
         """
         process, num_processes = self.shard
         location, cannot_continue = source.path, True  # until a usable row is read

@@ -150,6 +150,7 @@ def _saved_files(folder: Folder, source: DataSource) -> list[str]:
 
 
 def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
+    """Return an iterator over the rows of a folder of data files or images."""
     split_files, class_names = read_subset(folder, source.subset, source.split)
     kind, files = _kind_of_files(split_files)
     metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
@@ -254,7 +255,7 @@ def _refuse_image_text_pairs(folder: Folder, files: list[str]) -> None:
 
 
 def _contains_row(folder: Folder, file: str) -> bool:
-    """Return whether the first row of a JSON file has a known format, in which it names its images."""
+    """Return whether a JSON file begins with a row of a known format, which names its images."""
     path = folder.local_path(file)
     rows = [row for _, row in read_text(DataSource(path), file_kind(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None

@@ -188,8 +188,8 @@ def _require_text(path: Path, head: bytes) -> None:
             name, cure = find_signature(head, file.read()) or ("", "name the folder of an image")
         if not name and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             name, cure = "damaged UTF-16 or UTF-32", "save it as UTF-8 where you made it"
-        if name and (kind := _find_compression(path)):
-            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[kind]} > RESULT"
+        if name and (compression := _find_compression(path)):
+            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[compression]} > RESULT"
         if name or b"\0" in head[:32]:
             cure = fill_cure(cure, str(path))
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
@@ -200,8 +200,9 @@ def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None
     """Return how to convert a file to UTF-8 (:func:`encodings.encoding_cure`). ``times`` is only
     part of the cache's key: a file that has changed is read again."""
     with _open_bytes(path) as file:
-        head, kind = file.peek(HEAD_BYTES), _find_compression(path)
-    return encoding_cure(str(path), suffix_of(path), head, UNPACK_COMMANDS.get(kind, ""))
+        head = file.peek(HEAD_BYTES)
+    unpack_command = UNPACK_COMMANDS.get(_find_compression(path), "")
+    return encoding_cure(str(path), suffix_of(path), head, unpack_command)
 
 
 def _find_encoding_problem(path: Path, text: str) -> str | None:
@@ -224,30 +225,31 @@ def _find_compression(path: Path) -> str:
     """Return the name of a file's compression; empty if it has none."""
     with path.open("rb") as file:
         head = file.read(6)
-    return next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+    return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), "")
 
 
 def _open_bytes(path: Path) -> io.BufferedReader:
     """Open a file, which may be compressed."""
-    kind = _find_compression(path)
-    if not kind:
+    compression = _find_compression(path)
+    if not compression:
         return io.BufferedReader(io.FileIO(path), HEAD_BYTES)
-    return io.BufferedReader(_Unpacked(path, kind), 2**20)
+    return io.BufferedReader(_UnpackedFile(path, compression), 2**20)
 
 
-class _Unpacked(io.RawIOBase):
+class _UnpackedFile(io.RawIOBase):
     """The unpacked bytes of a compressed file, of which there may be at most ``max_bytes``.
 
     The limit protects against decompression bombs.
     """
 
-    def __init__(self, path: Path, kind: str):
+    def __init__(self, path: Path, compression: str):
         import pyarrow  # imported here because only compressed files need it
 
         self.path, self.size, self.num_unpacked = path, path.stat().st_size, 0
         self.max_bytes = max(MAX_UNPACKED_BYTES, MAX_EXPANSION * self.size)
-        open_stream: Any = lzma.open if kind == "xz" else pyarrow.input_stream
-        self.stream = open_stream(str(path), **({} if kind == "xz" else {"compression": kind}))
+        open_stream: Any = lzma.open if compression == "xz" else pyarrow.input_stream
+        options = {} if compression == "xz" else {"compression": compression}
+        self.stream = open_stream(str(path), **options)
 
     def readable(self) -> bool:
         return True
@@ -270,8 +272,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _JsonReader:
-    """Decodes JSON values, and finds repeated keys and huge numbers in them, which Python's decoder
-    accepts."""
+    """Decodes JSON values. A repeated key or a huge integer becomes the value's problem."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -198,7 +198,7 @@ def test_a_card_may_name_splits_that_were_not_downloaded(folder):
     assert [row.messages for row in read(folder, split="[odd]")] == [turns("odd")]
     with pytest.raises(ValueError, match='data_files names "data/test-.*", which is not a file'):
         read(folder, split="test")
-    with pytest.raises(ValueError, match="has the splits test, train, .odd. and not dev: set split"):
+    with pytest.raises(ValueError, match="has the splits test, train, .odd. and not dev: set"):
         read(folder, split="dev")
 
 
@@ -531,9 +531,7 @@ def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):
         assert (
             len(hub.asked("GET", "/resolve/")) == num_downloads
         )  # what is there is not fetched again
-        with pytest.raises(
-            ValueError, match="has the subsets tables, more, photos and not x: set"
-        ):
+        with pytest.raises(ValueError, match="has the subsets tables, more, photos and not x: set"):
             read(HUB_ID, revision=commit, subset="x")
 
 
