@@ -116,23 +116,24 @@ class CheckedData:
     def order(self) -> np.ndarray:
         """The index of each sample's row, before an epoch is shuffled: ``(samples,)``.
 
-        With weight 1.5, a fixed half of a source's rows occur twice, and the other rows once.
+        With weight 1.5, half of a source's rows (those with the lowest digests) occur twice, and
+        the other rows once.
         """
         weights = [source.weight for source in self.sources]
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
         source_numbers = column_values(self.rows, "source")
         digests = np.array([digest[:16] for digest in self._row_digests])
-        parts = []
+        repeated = []
         for number, weight in enumerate(weights):
             rows = np.flatnonzero(source_numbers == number)
             num_extra = round((weight - int(weight)) * len(rows))
             extra = rows[np.argsort(digests[rows], kind="stable")[:num_extra]]
-            parts += [rows] * int(weight) + [np.sort(extra)]
-        return np.concatenate(parts)
+            repeated += [rows] * int(weight) + [np.sort(extra)]
+        return np.concatenate(repeated)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a field of :class:`SampleSize` for each sample of an epoch, in order."""
+        """Return a numeric column of :data:`stored_rows.SCHEMA` for each sample: ``(samples,)``."""
         return column_values(self.rows, name)[self.order]
 
     @cached_property

@@ -42,17 +42,19 @@ def find_columns_problem(columns: Any) -> str | None:
     example = "expected {question: COLUMN, answer: COLUMN, image: COLUMN}"
     if not isinstance(columns, Mapping) or not columns:
         return f"is {describe_value(columns)}; {example}"
-    for name, value in columns.items():
-        if name not in COLUMN_ROLES:
-            return f"has {describe_value(name)}; expected {', '.join(COLUMN_ROLES)}"
-        values = value if isinstance(value, list) and value and name in LIST_ROLES else [value]
-        for item in values:
-            if not isinstance(item, str) or not item.strip():
-                return f"{name} is {describe_value(item)}; expected the name of a column, or text"
+    for role, value in columns.items():
+        if role not in COLUMN_ROLES:
+            return f"has {describe_value(role)}; expected {', '.join(COLUMN_ROLES)}"
+        templates = value if isinstance(value, list) and value and role in LIST_ROLES else [value]
+        for template in templates:
+            if not isinstance(template, str) or not template.strip():
+                problem = f"{role} is {describe_value(template)}"
+                return f"{problem}; expected the name of a column, or text"
             try:
-                _parse_template(item)
+                _parse_template(template)
             except ValueError as error:
-                return f"{name} is {quoted(item)}: {error}; write {{column}}, and {{{{ for a brace"
+                problem = f"{role} is {quoted(template)}: {error}"
+                return f"{problem}; write {{column}}, and {{{{ for a brace"
     if not {"question", "image", "turns"} & columns.keys():
         return f"has none of question, image and turns; {example}"
     if "history" in columns and "turns" in columns:
@@ -149,8 +151,8 @@ def require_column(row: dict, name: str) -> Any:
         raise ValueError(f"the column {quoted(name)} is empty; write its text or drop the row")
     columns = listed([*map(quoted, row)], MAX_KEYS_LISTED)
     raise ValueError(
-        f"the column {quoted(name)} is missing; the row has {columns}; if this is text and not the "
-        "name of a column, end it with . or ?"
+        f"the column {quoted(name)} is missing; the row has {columns}; if {quoted(name)} is text "
+        "and not the name of a column, end it with . or ?"
     )
 
 

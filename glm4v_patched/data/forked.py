@@ -19,7 +19,8 @@ def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> Non
     """Run ``work(number, report)`` in ``processes`` forked processes, and wait for all of them.
 
     A forked process has everything that this process has imported and loaded; a new interpreter
-    would have to import torch. Threads are not copied, so ``work`` must not need this process's.
+    would have to import torch. Threads are not copied, so ``work`` must not need threads of this
+    process.
 
     Args:
         advance: Called in this process with the number of items that all processes together have

@@ -77,7 +77,7 @@ def count_decoded_pixels(image: Image.Image, content: bytes, max_pixels: int) ->
         raise TooLargeError(f"is too large ({dimensions}); expected at most {MAX_SIDE:,} per side")
     # Tiles of a TIFF may be larger than the image; each tile is decoded completely.
     tags = getattr(image, "tag_v2", {})
-    tile_width, tile_height = (tags.get(tag, 0) for tag in (322, 323))
+    tile_width, tile_height = tags.get(322, 0), tags.get(323, 0)  # TileWidth and TileLength
     if max(tile_width, tile_height) > MAX_SIDE or tile_width * tile_height > max_pixels:
         tile = f"{tile_width:,} x {tile_height:,}"
         raise TooLargeError(f"has tiles of {tile} pixels for {dimensions}")

@@ -250,10 +250,10 @@ def _train_flag(message: dict) -> dict:
     if len(flags) > 1:
         raise ValueError(f"has {' and '.join(flags)}, which mean the same: keep one of them")
     for key in flags:
-        is_number = key == "weight"  # 0 or 1 in OpenAI's format
-        if isinstance(message[key], bool) is is_number or message[key] not in (0, 1):
-            expected = "0 or 1" if is_number else "true or false"
-            raise ValueError(f"{key} is {describe_value(message[key])}; expected {expected}")
+        value, is_weight = message[key], key == "weight"
+        if value not in (0, 1) or isinstance(value, bool) is is_weight:
+            expected = "0 or 1" if is_weight else "true or false"
+            raise ValueError(f"{key} is {describe_value(value)}; expected {expected}")
         if message["role"] != "assistant":
             raise ValueError(
                 f"has {key} and the role {message['role']}: the model is trained only on the "
@@ -293,23 +293,24 @@ def _check_metadata(metadata: Any, role: str) -> None:
 
 def _read_parts(parts: list) -> tuple[str, list]:
     """Return the text and the images of a list of parts, which is OpenAI's form of a content."""
-    read_parts = read_each(parts, "part", _read_content_part)
-    texts = [part for part in read_parts if isinstance(part, str)]
-    order = "".join(  # such as "iit" for two images and a text
-        "t" if isinstance(part, str) else "i"
-        for part in read_parts
-        if not isinstance(part, str) or part.strip()
-    )
+    texts, images, order = [], [], ""  # order: such as "iit" for two images and a text
+    for value in read_each(parts, "part", _read_content_part):
+        if isinstance(value, list):
+            images += value
+            order += "i"
+        else:
+            texts.append(value)
+            order += "t" if value.strip() else ""
     if re.search("ti+t", order):
         raise ValueError(
             "an image is between two texts: the model sees all images of a message before its "
             "text; write the images first"
         )
-    return "".join(texts), [part[0] for part in read_parts if not isinstance(part, str)]
+    return "".join(texts), images
 
 
 def _read_content_part(part: Any) -> str | list:
-    """Return the text of a part; or a list of its one image, because an image may be text, too."""
+    """Return the text of a part, or a list with its image. (The image itself may be a string.)"""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         refuse_keys(part, ("type", "text"), "a part")
@@ -368,7 +369,7 @@ def _finish_message(draft: Draft) -> dict:
     if images and role != "user":
         raise ValueError(
             f"has an image and the role {role}: only user messages have images; move it to the "
-            "user's message before"
+            "user's message before this one"
         )
     text = _strip_image_placeholders(message["content"], role, len(images))
     if not text.strip() and not (images or "tools" in message):
@@ -421,7 +422,7 @@ def _check_turns(messages: list[dict], for_training: bool) -> None:
             f"ends with a message of {roles[-1]}; expected one of the assistant, to train on"
         )
     for index, (previous, role) in enumerate(zip([None, *roles], roles, strict=False)):
-        has_tool_call = any(
+        has_tool_call = any(  # this message or the previous one
             message.get("metadata") for message in messages[max(index - 1, 0) : index + 1]
         )
         if role in NEXT_ROLES[previous] or (previous == role == "assistant" and has_tool_call):

@@ -14,7 +14,7 @@ from .image_files import ImageFiles
 from .messages import images_of, quoted, text_of
 from .source import DataSource
 
-MEDIA_KEYS = ("video", "videos", "audio", "audios")
+MEDIA_KEYS = ("video", "videos", "audio", "audios")  # of a row; data.ignore must not drop them
 ONLY_IMAGES_CURE = "the model accepts only images: remove the row"
 MAX_NAME_LENGTH, MAX_NAMES = 1024, 8  # limits on words in a text that are looked up as image files
 NAME_SEPARATOR_RE = re.compile(r"[\s()<>\"'=]+")
@@ -51,39 +51,43 @@ class MediaPlaceholder(NamedTuple):
 
 MEDIA_PLACEHOLDERS = (
     MediaPlaceholder(
-        "a box or its name",
-        "objects?|b?box(?:es)?|quads?|ref_objects?",
-        rf"<\|/?(?:\w{{1,8}}_of_)?(?:{_BOX_WORDS})(?:_\w{{1,12}})?\|>|<bbox>|<ref-object>"
+        name="a box or its name",
+        keys="objects?|b?box(?:es)?|quads?|ref_objects?",
+        tokens=rf"<\|/?(?:\w{{1,8}}_of_)?(?:{_BOX_WORDS})(?:_\w{{1,12}})?\|>|<bbox>|<ref-object>"
         r"|<(?:loc|seg|bin|patch_index)_?\d{1,6}>",
-        f"<(?:{_BOX_WORDS})>",
-        "replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]]; for "
+        tags=f"<(?:{_BOX_WORDS})>",
+        cure="replace it by what it stands for, a box by numbers such as [[x0, y0, x1, y1]]; for "
         "ms-swift's objects, set data.boxes (docs/grounding.md)",
     ),
     MediaPlaceholder(
-        "a video",
-        "videos?",
-        rf"<\|/?\w{{0,12}}video\w{{0,12}}\|>"
+        name="a video",
+        keys="videos?",
+        tokens=rf"<\|/?\w{{0,12}}video\w{{0,12}}\|>"
         rf"|<(?:{_VIDEO_WORDS}){_TOKEN_SUFFIX}>|<\w{{1,8}}_of_(?:{_VIDEO_WORDS})>",
-        f"<(?:{_VIDEO_WORDS})>",
-        f"{ONLY_IMAGES_CURE}, or show frames of the video as images",
+        tags=f"<(?:{_VIDEO_WORDS})>",
+        cure=f"{ONLY_IMAGES_CURE}, or show frames of the video as images",
     ),
     MediaPlaceholder(
-        "a sound",
-        "audios?|sounds?|speech(?:es)?",
-        rf"<\|/?\w{{0,12}}(?:audio|speech)\w{{0,12}}\|>"
+        name="a sound",
+        keys="audios?|sounds?|speech(?:es)?",
+        tokens=rf"<\|/?\w{{0,12}}(?:audio|speech)\w{{0,12}}\|>"
         rf"|<(?:{_AUDIO_WORDS}){_TOKEN_SUFFIX}>|<\w{{1,8}}_of_(?:{_AUDIO_WORDS})>",
-        f"<(?:{_AUDIO_WORDS})>",
-        ONLY_IMAGES_CURE,
+        tags=f"<(?:{_AUDIO_WORDS})>",
+        cure=ONLY_IMAGES_CURE,
     ),
     MediaPlaceholder(
-        "an image",
-        NOTHING_RE,
-        r"<\|/?\w{0,12}vision\w{0,12}\|>|</?im_(?:start|patch|end)>|<img_context>|<start-image>",
-        "",
-        'write <image> at the beginning of the text, and the path under "image"',
+        name="an image",
+        keys=NOTHING_RE,
+        tokens=r"<\|/?\w{0,12}vision\w{0,12}\|>|</?im_(?:start|patch|end)>|<img_context>"
+        "|<start-image>",
+        tags="",
+        cure='write <image> at the beginning of the text, and the path under "image"',
     ),
-    MediaPlaceholder("missing content", NOTHING_RE, "<cot-process>", "", "remove it"),
+    MediaPlaceholder(
+        name="missing content", keys=NOTHING_RE, tokens="<cot-process>", tags="", cure="remove it"
+    ),
 )
+# All tokens and tags.
 _WORDS_RE = "|".join(
     filter(None, (words for kind in MEDIA_PLACEHOLDERS for words in (kind.tokens, kind.tags)))
 )

@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
     {
         "messages": pa.string(),  # JSON, because keys differ from row to row
         "images": pa.list_(pa.string()),  # paths, in order
-        "source": pa.int32(),
+        "source": pa.int32(),  # index of the source
         "line": pa.int64(),
         "digest": pa.binary(),  # sha256 of the messages without their images
         "tokens": pa.int32(),
@@ -124,7 +124,8 @@ def interleave_rows(shards_by_source: Iterable[list[Path]], folder: Path | None)
                 present = [(k, batch) for k, batch in enumerate(group) if batch is not None]
                 positions = [np.arange(len(batch)) * len(paths) + k for k, batch in present]
                 joined = pa.Table.from_batches([batch for _, batch in present])
-                yield from joined.take(np.argsort(np.concatenate(positions))).to_batches()
+                order = np.argsort(np.concatenate(positions))
+                yield from joined.take(order).to_batches()
 
     with TemporaryFile(dir=writable_folder(folder)) as file:
         _write_batches(batches(), file)

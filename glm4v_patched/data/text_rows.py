@@ -373,7 +373,7 @@ def _find_header_problem(path: Path, first: str, names: list[str]) -> str | None
         for name in names
         if name.lower().endswith(IMAGE_SUFFIXES) or CELL_VALUE_RE.fullmatch(name)
     ]
-    # pandas names columns without a name by numbers from 0.
+    # Names 0, 1, 2 and so on are accepted: pandas gives them to columns without a name.
     if values != [*map(str, range(len(values)))]:
         return (
             f"{quoted(values[0])} is a value, not the name of a column: add a first line with the "
