@@ -1,9 +1,9 @@
 """Files of a folder or of a data set of the Hub, which may be made by somebody who is not trusted.
 
-A folder may have files that name its other files: README.md, .huggingface.yaml, dataset_info.json,
-state.json and metadata.csv. Such a name is only compared with the names of the folder's files and
-never opened by itself. So an absolute path, ``..``, a URL or a chained fsspec URL matches no file.
-Needs no torch.
+Some files of a folder name its other files: README.md, .huggingface.yaml, dataset_info.json,
+state.json and metadata.csv. A path that they name is compared with the paths of the folder's files
+and is not opened otherwise. So an absolute path, ``..``, a URL or a chained fsspec URL matches no
+file. Needs no torch.
 """
 
 import os
@@ -23,9 +23,9 @@ class Folder:
 
     Attributes:
         path: The folder's path, or the id of a data set of the Hub, as shown in messages.
-        files: Relative paths of all files below the folder, sorted. As in ``datasets``, files whose
-            names begin with ``.`` or ``__`` are hidden, and symbolic links to folders are not
-            followed.
+        files: Relative paths of all files below the folder, sorted. As in ``datasets``, names that
+            begin with ``.`` or ``__`` are hidden and left out, and symbolic links to folders are
+            not followed.
     """
 
     def __init__(self, path: str):
