@@ -56,28 +56,28 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
         ValueError: There is no such subset or split, the card cannot be read, or it names something
             that is not a file of the folder.
     """
-    card = _read_card(folder)
-    where, config = _choose_config(folder, card, name)
+    card, configs_path = _read_card(folder)
+    location, config = _choose_config(folder, card, configs_path, name)
     if unknown := [key for key in config if key not in KNOWN_CONFIG_KEYS]:
-        raise ValueError(f"{where}: the key {describe_value(unknown[0])} is not read; remove it")
+        raise ValueError(f"{location}: the key {describe_value(unknown[0])} is not read; remove it")
     files, prefix = folder.files, ""
     if config.get("data_dir"):
-        prefix = _expect_text(config["data_dir"], f"{where}: data_dir").strip("/") + "/"
+        prefix = _expect_text(config["data_dir"], f"{location}: data_dir").strip("/") + "/"
         prefix = prefix.removeprefix("./")
         files = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
         if not files:
             raise ValueError(
-                _describe_unknown_file(folder, f"{where}: data_dir", config["data_dir"])
+                _describe_unknown_file(folder, f"{location}: data_dir", config["data_dir"])
             )
     if config.get("data_files") is None:
         splits = _splits_by_name(files)
         split_files = splits[choose_split(folder, splits, split)]
         _check_shards(folder, split_files)
     else:
-        where = f"{where}: data_files"
-        patterns = _patterns_of_config(where, config["data_files"])
+        location = f"{location}: data_files"
+        patterns = _patterns_of_config(location, config["data_files"])
         chosen_patterns = patterns[choose_split(folder, patterns, split)]
-        split_files = _files_of_patterns(folder, files, where, chosen_patterns)
+        split_files = _files_of_patterns(folder, files, location, chosen_patterns)
     subset = config.get("config_name", name or "default")
     class_names = _class_names_of_card(card.get("dataset_info"), subset)
     return Subset([prefix + file for file in split_files], class_names)
@@ -113,22 +113,24 @@ class _CardLoader(BaseLoader):
         return values
 
 
-def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return the content of the card. If it has ``configs``, the key ``where`` is added: the path
-    of the file that has them."""
+def _read_card(folder: Folder) -> tuple[dict[str, Any], str]:
+    """Return the content of the card, and the path of the file that has its ``configs``; without
+    ``configs``, the path of the folder."""
     card: dict[str, Any] = {}
+    configs_path = folder.path
     for file in filter(folder.has, (README, STANDALONE_CARD)):
-        where = f"{folder.path}/{file}"
+        path = f"{folder.path}/{file}"
         text = folder.read_text(file, MAX_CARD_BYTES)
         text = _front_matter(text) if file == README else text
         try:
             _check_nesting(text)
             content = yaml.load(text, _CardLoader)
         except yaml.YAMLError as error:
-            raise ValueError(f"{where}: its YAML cannot be read: {error}") from None
+            raise ValueError(f"{path}: its YAML cannot be read: {error}") from None
         if isinstance(content, dict):
-            card |= content | ({"where": where} if "configs" in content else {})
-    return card
+            card |= content
+            configs_path = path if "configs" in content else configs_path
+    return card, configs_path
 
 
 def _check_nesting(text: str) -> None:
@@ -157,20 +159,23 @@ def _front_matter(text: str) -> str:
     return "\n".join(front_matter) if is_closed else ""
 
 
-def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, dict]:
-    """Return where a subset's config is, for messages, and the config; empty without ``configs``.
+def _choose_config(
+    folder: Folder, card: dict, configs_path: str, name: str | None
+) -> tuple[str, dict]:
+    """Return the location of a subset's config for messages, and the config; empty without
+    ``configs``.
 
     The default subset has ``default: true``, has the name "default", or is the only one.
     """
     configs = card.get("configs") or []
-    where = f"{card.get('where', folder.path)}: configs"
+    location = f"{configs_path}: configs"
     if not isinstance(configs, list) or not all(
         isinstance(item, dict) and isinstance(item.get("config_name"), str) for item in configs
     ):
         expected = "a list of {config_name: NAME, data_files: FILES}"
-        raise ValueError(f"{where} is {describe_value(configs)}; expected {expected}")
+        raise ValueError(f"{location} is {describe_value(configs)}; expected {expected}")
     if not configs and name in (None, "default"):
-        return where, {}
+        return location, {}
     names = [item["config_name"] for item in configs]
     if name is not None:
         chosen = [item for item in configs if item["config_name"] == name]
@@ -188,41 +193,41 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
         raise ValueError(
             f"{folder.path} has the subsets {listed(names, 20)}{other}: set subset to one of them"
         )
-    return f"{where}, {chosen[0]['config_name']}", chosen[0]
+    return f"{location}, {chosen[0]['config_name']}", chosen[0]
 
 
-def _patterns_of_config(where: str, data_files: Any) -> dict[str, list[Any]]:
+def _patterns_of_config(location: str, data_files: Any) -> dict[str, list[Any]]:
     """Return the paths and patterns of each split in a config's ``data_files``."""
     patterns: dict[str, list[Any]] = {}
     for item in data_files if isinstance(data_files, list) else [data_files]:
         entry = {"split": "train", "path": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
-            raise ValueError(f"{where} is {describe_value(data_files)}; expected {expected}")
-        split_patterns = patterns.setdefault(_expect_text(entry["split"], f"{where}: split"), [])
+            raise ValueError(f"{location} is {describe_value(data_files)}; expected {expected}")
+        split_patterns = patterns.setdefault(_expect_text(entry["split"], f"{location}: split"), [])
         split_patterns += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
     return patterns
 
 
 def _files_of_patterns(
-    folder: Folder, files: list[str], where: str, patterns: list[Any]
+    folder: Folder, files: list[str], location: str, patterns: list[Any]
 ) -> list[str]:
     """Return the files that match any of the patterns, each once. A path is a pattern, too."""
     paths, num_compared = {*files}, 0
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matching = [pattern] if _expect_text(pattern, where) in paths else None
+        matching = [pattern] if _expect_text(pattern, location) in paths else None
         if matching is None:
             num_compared += len(files)
             if num_compared > MAX_COMPARISONS:
                 raise ValueError(
-                    f"{where} has {len(patterns):,} paths for {len(files):,} files; expected "
+                    f"{location} has {len(patterns):,} paths for {len(files):,} files; expected "
                     f"at most {MAX_COMPARISONS:,} comparisons: write fewer patterns"
                 )
             matching = find_matching_files(files, pattern)
             _check_shards(folder, matching)
         if not matching:
-            raise ValueError(_describe_unknown_file(folder, where, pattern))
+            raise ValueError(_describe_unknown_file(folder, location, pattern))
         chosen |= dict.fromkeys(matching)
     return [*chosen]
 
@@ -246,15 +251,15 @@ def _check_shards(folder: Folder, files: list[str]) -> None:
             )
 
 
-def _expect_text(value: Any, where: str) -> str:
+def _expect_text(value: Any, location: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} is {describe_value(value)}; expected text")
+        raise ValueError(f"{location} is {describe_value(value)}; expected text")
     return value
 
 
-def _describe_unknown_file(folder: Folder, where: str, name: str) -> str:
+def _describe_unknown_file(folder: Folder, location: str, name: str) -> str:
     return (
-        f"{where} names {describe_value(name)}, which is not a file inside of {folder.path}; a "
+        f"{location} names {describe_value(name)}, which is not a file inside of {folder.path}; a "
         "data set may name only its own files: correct it, or name the other files in the recipe "
         "itself"
     )

@@ -136,14 +136,14 @@ def _saved_files(folder: Folder, source: DataSource) -> list[str]:
         splits = [file.removesuffix(suffix) for file in folder.files if file.endswith(suffix)]
         prefix = choose_split(folder, splits, source.split) + "/"
     text = folder.read_text(prefix + STATE_FILE, MAX_STATE_BYTES)
-    where = f"{folder.path}/{prefix}{STATE_FILE}: _data_files"
+    location = f"{folder.path}/{prefix}{STATE_FILE}: _data_files"
     try:
         files = [prefix + item["filename"] for item in json.loads(text)["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where} is missing; save the data set again (save_to_disk)") from None
+        raise ValueError(f"{location} is missing; save the data set again (save_to_disk)") from None
     if missing := [file for file in files if file not in folder.files]:
         raise ValueError(
-            f"{where} names {missing[0].removeprefix(prefix)!r}, which is not a file inside of "
+            f"{location} names {missing[0].removeprefix(prefix)!r}, which is not a file inside of "
             f"{folder.path}; save the data set again (save_to_disk)"
         )
     return files
