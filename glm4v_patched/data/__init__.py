@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-with suppress(ImportError):  # if it is installed, Pillow reads HEIC in every process
+with suppress(ImportError):  # every process imports this package, so Pillow can open HEIC there
     from pillow_heif import register_heif_opener  # type: ignore[import-not-found]
 
     register_heif_opener()

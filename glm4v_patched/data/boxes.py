@@ -1,7 +1,7 @@
-"""Boxes of data sets, converted to ``[[x1,y1,x2,y2]]`` in thousandths of an image's width and
+"""Convert the boxes of data sets to ``[[x1,y1,x2,y2]]`` in thousandths of an image's width and
 height, as cogagent writes them. Needs no torch.
 
-The model sees each image resized to a square. Thousandths are the same in the image and the square.
+The model sees each image resized to a square, which does not change coordinates in thousandths.
 """
 
 import math
@@ -17,17 +17,20 @@ from ..terminal_text import shorten
 from .messages import images_of, read_each, text_of
 
 UNITS = {"pixels": None, "fractions": 1, "thousandths": 1000}
-"""Units of a box's numbers, and the width and height of every image in this unit."""
+"""Units of a box's numbers, with the width and height of every image in this unit; None for pixels,
+in which images differ."""
 ORDERS: dict[str, Callable[..., tuple]] = {
     "xyxy": lambda x1, y1, x2, y2: (x1, y1, x2, y2),
     "xywh": lambda x, y, w, h: (x, y, x + w, y + h),
     "cxcywh": lambda x, y, w, h: (x - w / 2, y - h / 2, x + w / 2, y + h / 2),
     "yxyx": lambda y1, x1, y2, x2: (x1, y1, x2, y2),
 }
-"""Orders of the numbers, as functions that return left, top, right and bottom edge."""
+"""Orders of the numbers, with functions that return the left, top, right and bottom edge."""
 BOX_FORMATS = tuple(f"{unit}_{order}" for unit in UNITS for order in ORDERS)
-PLACEHOLDERS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # ms-swift's, with the keys of "objects"
-EXIF_ORIENTATION, ROTATED_BY_90 = 0x0112, (5, 6, 7, 8)
+# ms-swift's placeholders in a text, with the keys of the row's "objects" whose values replace them.
+OBJECT_PLACEHOLDERS = {"<ref-object>": "ref", "<bbox>": "bbox"}
+EXIF_ORIENTATION = 0x0112  # an EXIF tag
+ROTATED_BY_90 = (5, 6, 7, 8)  # its values for images that are turned to the left or right
 
 _NUMBER = r"-?\d++(?:\.\d*+)?(?:e[-+]?\d++)?"
 _FOUR_NUMBERS = rf"\s*+{_NUMBER}(?:\s*+,\s*+{_NUMBER}){{3}}\s*+"
@@ -48,7 +51,7 @@ class Box(NamedTuple):
     def area(self) -> float:
         return max(0.0, self.right - self.left) * max(0.0, self.bottom - self.top)
 
-    def has_center_of(self, other: "Box") -> bool:
+    def contains_center_of(self, other: "Box") -> bool:
         x, y = (other.left + other.right) / 2, (other.top + other.bottom) / 2
         return self.left <= x <= self.right and self.top <= y <= self.bottom
 
@@ -64,27 +67,30 @@ def find_boxes(text: str) -> list[Box]:
 
 
 def to_thousandths(numbers: Sequence[float], box_format: str, size: tuple[int, int]) -> Box:
-    """Convert four numbers, one of :data:`BOX_FORMATS`, to a box at least 1 wide and high.
+    """Convert a box of one of :data:`BOX_FORMATS` to thousandths, at least 1 wide and 1 high.
 
-    Edges may exceed the image by a pixel (for other units than pixels, by a thousandth).
+    An edge may be outside of the image by at most one pixel, or one thousandth for other units. It
+    is then moved to the image's edge.
 
     Args:
-        size: Width and height of the image in pixels, upright.
+        numbers: The four numbers of the box.
+        size: Width and height of the upright image, in pixels.
 
     Raises:
-        ValueError: The box exceeds the image, or is empty, or smaller than a pixel or thousandth.
+        ValueError: The box exceeds the image, has no area, or has both sides shorter than a pixel
+            or thousandth.
     """
     unit, _, order = box_format.partition("_")
     limits = [UNITS[unit] or side for side in size] * 2
     box = Box(*ORDERS[order](*numbers))
-    slack = 0.001 if unit == "fractions" else 1
+    tolerance = 0.001 if unit == "fractions" else 1  # a pixel or a thousandth
     is_inside = all(
-        -slack <= edge <= limit + slack for edge, limit in zip(box, limits, strict=True)
+        -tolerance <= edge <= limit + tolerance for edge, limit in zip(box, limits, strict=True)
     )
-    is_large = max(box.right - box.left, box.bottom - box.top) >= slack and box.area > 0
-    if not (is_inside and is_large):
+    longer_side = max(box.right - box.left, box.bottom - box.top)
+    if not is_inside or longer_side < tolerance or box.area <= 0:
         raise ValueError(
-            f"the box {[*numbers]} is, as {box_format}, ({box.left:g}, {box.top:g}) to "
+            f"the box {[*numbers]}, read as {box_format}, goes from ({box.left:g}, {box.top:g}) to "
             f"({box.right:g}, {box.bottom:g}); expected left < right and top < bottom in an image "
             f"of {limits[0]} x {limits[1]}: correct the box or data.boxes (answer, evaluate: "
             "--boxes)"
@@ -101,33 +107,38 @@ def convert_boxes(
     objects: Any = None,
     stated_size: tuple[Any, Any] = (None, None),
 ) -> list[dict]:
-    """Return a conversation with lists of four numbers converted to boxes in thousandths.
+    """Return a conversation in which the boxes of all texts are converted to thousandths.
 
-    Each number gets three digits, except in texts with JSON keys: JSON allows no leading zeros.
+    Each number gets three digits (``[[007,050,120,999]]``), except in texts with JSON keys, because
+    JSON allows no leading zeros.
 
     Args:
         messages: The conversation, with paths of images.
         box_format: Unit and order of the numbers, one of :data:`BOX_FORMATS`.
         objects: ms-swift's ``{"ref": [...], "bbox": [...]}``, whose values replace
             ``<ref-object>`` and ``<bbox>``.
-        stated_size: Width and height of the image according to the row, if it has them.
+        stated_size: The row's values ``width`` and ``height``, which are compared with the image.
 
     Raises:
-        ValueError: A box does not fit its image, or the numbers of values and placeholders differ.
+        ValueError: A box does not fit its image, or a placeholder occurs more or less often than
+            ``objects`` has values for it.
     """
-    values = _placeholder_values(messages, objects)
+    replacements = _placeholder_values(messages, objects)
     in_pixels = UNITS[box_format.partition("_")[0]] is None
     paths = images_of(messages)
 
     def convert_list(match: re.Match) -> str:
         size = _common_size(paths, stated_size) if in_pixels else (1, 1)
-        digits = "" if JSON_KEY_RE.search(match.string) else "03"
-        boxes = (to_thousandths(box, box_format, size) for box in _parse_boxes(match))
-        return f"[{';'.join(','.join(f'{n:{digits}}' for n in box) for box in boxes)}]"
+        number_format = "" if JSON_KEY_RE.search(match.string) else "03"
+        texts = []
+        for numbers in _parse_boxes(match):
+            box = to_thousandths(numbers, box_format, size)
+            texts.append(",".join(f"{edge:{number_format}}" for edge in box))
+        return f"[{';'.join(texts)}]"
 
     def convert_text(text: str) -> str:
-        if values:
-            text = re.sub("|".join(values), lambda match: next(values[match[0]]), text)
+        if replacements:
+            text = re.sub("|".join(replacements), lambda match: next(replacements[match[0]]), text)
         return BOXES_RE.sub(convert_list, text)
 
     def convert_message(message: dict) -> dict:
@@ -160,23 +171,23 @@ def _parse_boxes(match: re.Match) -> list[Box]:
 
 
 def _placeholder_values(messages: list[dict], objects: Any) -> dict[str, Iterator[str]]:
-    """Return the texts that replace each placeholder, in order."""
+    """Return, for each placeholder, an iterator over the texts that replace it."""
     if not isinstance(objects, dict):
         return {}
-    iterators = {}
-    for word, key in PLACEHOLDERS.items():
+    replacements = {}
+    for placeholder, key in OBJECT_PLACEHOLDERS.items():
         values = box_lists_to_text(objects.get(key) or [])
-        num_words = sum(text_of(message).count(word) for message in messages)
-        if len(values) != num_words:
+        num_placeholders = sum(text_of(message).count(placeholder) for message in messages)
+        if len(values) != num_placeholders:
             raise ValueError(
-                f"the texts have {num_words} {word}, and objects.{key} has {len(values)} values; "
-                "expected equal numbers"
+                f"the texts have {num_placeholders} {placeholder}, and objects.{key} has "
+                f"{len(values)} values; expected equal numbers"
             )
-        if not_texts := [value for value in values if not isinstance(value, str)]:
+        if invalid := [value for value in values if not isinstance(value, str)]:
             expected = "four numbers" if key == "bbox" else "texts"
-            raise ValueError(f"objects.{key} has {not_texts[0]!r:.60}; expected {expected}")
-        iterators[word] = iter(values)
-    return iterators
+            raise ValueError(f"objects.{key} has {invalid[0]!r:.60}; expected {expected}")
+        replacements[placeholder] = iter(values)
+    return replacements
 
 
 def _common_size(paths: list[str], stated_size: tuple[Any, Any]) -> tuple[int, int]:

@@ -1,10 +1,11 @@
-"""Check data sources before training: read, render and measure every row, decode every image.
+"""Check data sources before training: read every row, apply the chat template, count the tokens,
+and decode every image.
 
 The check stores the rows in a file (:mod:`stored_rows`), and returns a description of them
-(:class:`checked_data.CheckedData`). The result of each image that passed is cached
-(:mod:`check_cache`), and the image is decoded again only after its file has changed.
+(:class:`checked_data.CheckedData`). It caches which images were decoded without a problem
+(:mod:`check_cache`). Such an image is decoded again only after its file has changed.
 
-Only one batch of rows is in memory at a time, and the paths of all images.
+In memory are only one batch of rows at a time, and the paths of all images.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from .forked import run_forked
 from .image_files import FileStamp, file_times
 from .messages import images_of, replace_images
 from .rows import ROWS_CURE, ConversationRow, RowProblem, describe_problems, iter_rows
-from .source import COMPRESSED, DataSource
+from .source import COMPRESSED_SUFFIXES, DataSource
 from .stored_rows import (
     ROWS_PER_BATCH,
     StoredRows,
@@ -48,16 +49,16 @@ from .workers import count_cores
 
 # The cache is written after this many images, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Limit of a row's JSON. Tokenizing this many characters takes a second. The model's context length
-# does not limit the characters, because one token may stand for 100 blanks.
-MAX_CHARACTERS = 2**20
+# Limit of a row's JSON, which takes a second to tokenize. The model's context length does not limit
+# the characters of a row, because one token may stand for 100 blanks.
+MAX_JSON_CHARACTERS = 2**20
 # A file that changes twice within one tick of its file system's clock has the same time after both
-# changes, so the result is not cached for a file that changed this recently.
+# changes. Therefore no result is cached for a file that has changed within this time.
 CLOCK_TICK_NS = 2 * 10**9
 
-# Reading this many bytes takes a second; starting a process takes a tenth of a second.
+# Reading this many bytes takes a second, and starting a process only a tenth of a second.
 BYTES_PER_PROCESS = 2**21
-MAX_PROCESSES = 16  # each of them reads every line
+MAX_PROCESSES = 16  # more would not help, because each process reads every line
 
 DataSources = Sequence[DataSource]
 # Shared, because constructing an encoder takes longer than encoding a row.
@@ -68,8 +69,9 @@ class _SourceRows(NamedTuple):
     """The rows of some sources, and which of them are usable.
 
     Attributes:
-        files: Stamps of the data files.
-        problems: For each source, the problems of its rows.
+        files: Stamps of the sources that are files.
+        rows: All rows, in the order of the sources.
+        problems: The problems of each source's rows.
         usable: Indices of the usable rows.
     """
 
@@ -91,21 +93,22 @@ def check_sources(
     image_cache: Path | None = None,
     num_precheck: int | None = None,
 ) -> CheckedData:
-    """Read, render and measure every row of some sources, and decode every image once.
+    """Check every row of some sources.
 
-    Skipped rows are printed, up to 20 per source.
+    Each row is read, and its tokens in the chat template are counted. Each image is decoded once.
+    Rows that are skipped are printed, up to 20 per source.
 
     Args:
         processor: A ``ChatGLMProcessor``.
         max_positions: Number of position ids that the model supports.
-        evaluate: Sources to evaluate on, or the share of rows to hold out. The rows with the lowest
-            digests are held out, so the order of rows does not matter, and equal rows are all held
-            out or all trained on.
+        evaluate: Sources to evaluate on, or the share of rows to hold out. Rows are held out by
+            their digests. So the order of rows does not matter, and of equal rows, either all or
+            none are held out.
         pack_to: Length of a packed sequence, which no conversation may exceed.
         on_bad: What to do about rows that cannot be used: raise ("fail") or skip them ("skip").
-        image_cache: File that caches the results of image checks; default
+        image_cache: File that caches the results of image checks; by default
             :func:`check_cache.default_cache_path`.
-        num_precheck: Check only this many rows of each training source; the others are checked
+        num_precheck: Check only this many rows of each training source. The others are checked
             while training (:mod:`stream`).
 
     Raises:
@@ -118,33 +121,30 @@ def check_sources(
     image_cache = image_cache or default_cache_path()
     if num_precheck is not None:  # in a stream, weights affect only the sampling
         sources = [replace(source, weight=1.0) for source in sources]
-    stored = [(sources, *_read_sources(sources, collator, image_cache, num_precheck))]
+    results = [_read_sources(sources, collator, image_cache, num_precheck)]
     if eval_sources:
-        stored.append((eval_sources, *_read_sources(eval_sources, collator, image_cache)))
-    _require_rows_of_each(sources, stored[0][-1])  # before images are decoded
-    paths = [path for *_, rows in stored for path in _image_paths(rows)]
-    images = _check_images(paths, image_cache)
-    results = [
-        _SourceRows(read, files, rows, *_find_problems(read, rows, images, max_positions, pack_to))
-        for read, files, rows in stored
-    ]
+        results.append(_read_sources(eval_sources, collator, image_cache))
+    _require_sufficient_weights(sources, results[0].rows)  # before images are decoded
+    paths = [path for result in results for path in _image_paths(result.rows)]
+    checks = _check_images(paths, image_cache)
+    results = [_find_problems(result, checks, max_positions, pack_to) for result in results]
     _report_problems(results, on_bad)
-    checked, *rest = [
-        data for result in results for data in _split_held_out(result, images, pack_to, eval_share)
+    # Data to evaluate on is the share that is held out, or comes from eval_sources.
+    checked, *evaluation = [
+        data for result in results for data in _split_held_out(result, checks, pack_to, eval_share)
     ]
-    _require_rows_of_each(sources, checked.rows)
-    if not rest:
+    _require_sufficient_weights(sources, checked.rows)
+    if not evaluation:
         return checked
-    evaluated = replace(
-        rest[0], sources=tuple(replace(source, weight=1.0) for source in rest[0].sources)
-    )
+    unweighted = tuple(replace(source, weight=1.0) for source in evaluation[0].sources)
+    evaluated = replace(evaluation[0], sources=unweighted)
     _require_train_and_eval(checked, evaluated, eval_share)
     eval_option = [source.path for source in eval_sources] if eval_share is None else eval_share
     return replace(checked, eval=evaluated, eval_option=eval_option)
 
 
 def require_images(path: str | Path | DataSource, image_cache: Path | None = None) -> None:
-    """Decode every image of a file's rows, which are questions to answer.
+    """Decode every image of a file whose rows are questions to answer.
 
     Raises:
         ValueError: Some images cannot be used; the message lists up to 20 rows.
@@ -163,9 +163,9 @@ def _read_sources(
     collator: ConversationCollator,
     image_cache: Path | None,
     num_precheck: int | None = None,
-) -> tuple[list[FileStamp], StoredRows]:
-    """Read and measure the rows of sources, at most ``num_precheck`` of each; return the stamps of
-    the data files, and the rows."""
+) -> _SourceRows:
+    """Read and measure the rows of sources, at most ``num_precheck`` of each. Their problems are
+    found later (:func:`_find_problems`)."""
     is_streamed = num_precheck is not None
     paths = [] if is_streamed else [path for source in sources for path in source.files]
     files = [*map(FileStamp.of, paths)]
@@ -177,27 +177,28 @@ def _read_sources(
         rows = _store_in_processes(sources, collator, processes, folder)
     if changed := next((stamp for stamp in files if stamp.has_changed()), None):
         raise ValueError(f"{changed.path} changed while it was read: start again")
-    return files, rows
+    return _SourceRows(sources, files, rows, problems=[], usable=[])
 
 
 def _all_measured_batches(
     sources: DataSources, collator: ConversationCollator, num_precheck: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of sources in batches, in the form in which they are stored."""
-    for number, source in enumerate(sources):
+    """Yield the rows of all sources in batches, in the form in which they are stored."""
+    for source_index, source in enumerate(sources):
         if num_precheck is not None:
             limit = min(num_precheck, source.max_samples or num_precheck)
             source = replace(source, max_samples=limit)
-        batches = _measured_batches(iter_rows(source), number, collator)
-        with show_progress("reading rows", total=_count_rows(source)) as progress:
+        batches = _measured_batches(iter_rows(source), source_index, collator)
+        with show_progress("reading rows", total=_max_rows(source)) as progress:
             yield from _report_progress(batches, progress.update)
 
 
 def _measured_batches(
-    rows: Iterator[ConversationRow | RowProblem], source: int, collator: ConversationCollator
+    rows: Iterator[ConversationRow | RowProblem], source_index: int, collator: ConversationCollator
 ) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a source in batches, in the form in which they are stored."""
     while batch := [*islice(rows, ROWS_PER_BATCH)]:
-        stored = [_stored_row(row, source) for row in batch]
+        stored = [_stored_row(row, source_index) for row in batch]
         usable = [index for index, row in enumerate(stored) if row["problem"] is None]
         conversations = [batch[index].messages for index in usable]  # type: ignore[union-attr]
         sizes = measure_conversations(conversations, collator)
@@ -207,9 +208,12 @@ def _measured_batches(
 
 
 def num_reading_processes(sources: DataSources) -> int:
-    """Return how many processes read the sources: up to one per core if all are files with a row
-    per line, else one. Several processes would each keep a complete JSON document in memory, and
-    each download an image that several rows have."""
+    """Return how many processes read the sources: up to one per core, or one if not all sources are
+    local files with a row per line.
+
+    A file that is one JSON document would be in the memory of each process. An image with a URL
+    might be downloaded by each process.
+    """
     if any(source.allow_urls or not _has_lines(source) for source in sources):
         return 1
     useful_processes = sum(os.path.getsize(source.path) // BYTES_PER_PROCESS for source in sources)
@@ -221,10 +225,13 @@ def _has_lines(source: DataSource) -> bool:
     return bool(source.is_local and source.files) and file_kind(Path(source.path)) in LINE_KINDS
 
 
-def _count_rows(source: DataSource) -> int | None:
-    """Return an upper bound of the number of rows of a source; None if there is none, because rows
-    have no lines of their own or the file would have to be unpacked."""
-    if not _has_lines(source) or source.path.lower().endswith(COMPRESSED):
+def _max_rows(source: DataSource) -> int | None:
+    """Return an upper bound of the number of rows of a source; None if no bound is known.
+
+    A bound is known if the source has ``max_samples``, or is an uncompressed file with a row per
+    line.
+    """
+    if not _has_lines(source) or source.path.lower().endswith(COMPRESSED_SUFFIXES):
         return source.max_samples
     num_lines = count_lines(Path(source.path))
     return min(num_lines, source.max_samples or num_lines)
@@ -233,23 +240,26 @@ def _count_rows(source: DataSource) -> int | None:
 def _store_in_processes(
     sources: DataSources, collator: ConversationCollator, processes: int, folder: Path | None
 ) -> StoredRows:
-    """Store the rows of sources; each of n processes reads and measures every n-th row."""
-    counts = [*map(_count_rows, sources)]
-    total = None if None in counts else sum(filter(None, counts))
-    with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as name:
+    """Store the rows of sources. Each of n processes reads and measures every n-th row."""
+    limits = [*map(_max_rows, sources)]
+    total = None if None in limits else sum(filter(None, limits))
+    with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as shard_folder:
+
+        def shard_path(source_index: int, process: int) -> Path:
+            return Path(shard_folder, f"{source_index}.{process}")
 
         def store_shard(process: int, report: Callable[[int], None]) -> None:
-            for number, source in enumerate(sources):
+            for source_index, source in enumerate(sources):
                 rows = iter_rows(source, shard=(process, processes))
-                with Path(name, f"{number}.{process}").open("wb") as file:
-                    batches = _measured_batches(rows, number, collator)
+                with shard_path(source_index, process).open("wb") as file:
+                    batches = _measured_batches(rows, source_index, collator)
                     write_rows(_report_progress(batches, report), file)
 
         with show_progress("reading rows", total=total) as progress:
             run_forked(store_shard, processes, progress.update)
         shards = (
-            [Path(name, f"{number}.{process}") for process in range(processes)]
-            for number in range(len(sources))
+            [shard_path(source_index, process) for process in range(processes)]
+            for source_index in range(len(sources))
         )
         return interleave_rows(shards, folder)
 
@@ -262,23 +272,24 @@ def _report_progress(
         report(len(batch))
 
 
-def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:
+def _stored_row(row: ConversationRow | RowProblem, source_index: int) -> dict[str, Any]:
+    """Return a row in the form in which it is stored; its fields of :class:`SampleSize` are 0."""
     messages = [] if isinstance(row, RowProblem) else row.messages
-    # The digest must not depend on the order of a message's keys. Keys inside of "tools" keep their
-    # order, because the template writes them in it.
+    # The digest must not depend on the order of a message's keys. The keys in "tools" keep their
+    # order, because the template writes them in this order.
     messages = [dict(sorted(message.items())) for message in messages]
-    text = digested = ROW_ENCODER.encode(messages)
+    text = text_without_images = ROW_ENCODER.encode(messages)
     if images := images_of(messages):
-        digested = ROW_ENCODER.encode(replace_images(messages, lambda path: ""))
+        text_without_images = ROW_ENCODER.encode(replace_images(messages, lambda path: ""))
     problem = row.text if isinstance(row, RowProblem) else find_length_problem(text)
     if problem is not None:  # it may quote half of a surrogate pair, which Arrow refuses
         text, problem = "", problem.encode("utf-8", "backslashreplace").decode()
     return {
         "messages": text,
         "images": images,
-        "source": source,
+        "source": source_index,
         "line": row.line,
-        "digest": hashlib.sha256(digested.encode()).digest(),
+        "digest": hashlib.sha256(text_without_images.encode()).digest(),
         "problem": problem,
         **dict.fromkeys(SampleSize._fields, 0),
     }
@@ -286,16 +297,16 @@ def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any
 
 def find_length_problem(text: str) -> str | None:
     """Return what is wrong with the length of a row's JSON, or None."""
-    if len(text) <= MAX_CHARACTERS:
+    if len(text) <= MAX_JSON_CHARACTERS:
         return None
-    size = f"{len(text):,} characters; expected at most {MAX_CHARACTERS:,}"
+    size = f"{len(text):,} characters; expected at most {MAX_JSON_CHARACTERS:,}"
     return f"has {size}: shorten the conversation"
 
 
 def measure_conversations(
     conversations: list[list[dict]], collator: ConversationCollator
 ) -> list[SampleSize | str]:
-    """Return the size of each conversation, or why it cannot be rendered."""
+    """Return the size of each conversation, or why the chat template cannot render it."""
     if not conversations:
         return []
     try:
@@ -317,7 +328,7 @@ def _rows_per_source(sources: DataSources, rows: StoredRows) -> list[int]:
     return np.bincount(column_values(rows, "source"), minlength=len(sources)).tolist()
 
 
-def _require_rows_of_each(sources: DataSources, rows: StoredRows) -> None:
+def _require_sufficient_weights(sources: DataSources, rows: StoredRows) -> None:
     """Raise ``ValueError`` if a source has rows but a weight so small that none would be used."""
     for source, count in zip(sources, _rows_per_source(sources, rows), strict=True):
         if count and not round(source.weight * count):
@@ -329,48 +340,40 @@ def _require_rows_of_each(sources: DataSources, rows: StoredRows) -> None:
 
 
 def _find_problems(
-    sources: DataSources,
-    rows: StoredRows,
-    checks: dict[str, ImageCheck],
-    max_positions: int,
-    pack_to: int | None,
-) -> tuple[list[list[RowProblem]], list[int]]:
-    """Return the problems of rows of each source, and the numbers of the usable rows."""
-    problems: list[list[RowProblem]] = [[] for _ in sources]
+    result: _SourceRows, checks: dict[str, ImageCheck], max_positions: int, pack_to: int | None
+) -> _SourceRows:
+    """Return the rows with their problems, and with the indices of the usable rows."""
+    problems: list[list[RowProblem]] = [[] for _ in result.sources]
     usable = []
     columns = ("source", "line", "problem", "images", *SampleSize._fields)
-    for row, (source, line, problem, paths, *size) in enumerate(iter_values(rows, *columns)):
+    values = iter_values(result.rows, *columns)
+    for index, (source, line, problem, paths, *size) in enumerate(values):
         problem = problem or _find_images_problem(paths, checks)
         problem = problem or find_size_problem(
             len(paths), SampleSize(*size), max_positions, pack_to
         )
         if problem is None:
-            usable.append(row)
+            usable.append(index)
         else:
             problems[source].append(RowProblem(line, problem))
-    return problems, usable
+    return result._replace(problems=problems, usable=usable)
 
 
 def _report_problems(results: list[_SourceRows], on_bad: Literal["fail", "skip"]) -> None:
     """Print problems of rows if these rows are skipped, else raise them as ``ValueError``."""
-    reports = [
-        describe_problems(source, problems, count)
-        for result in results
-        for source, problems, count in zip(
-            result.sources,
-            result.problems,
-            _rows_per_source(result.sources, result.rows),
-            strict=True,
-        )
-        if problems
-    ]
+    reports = []
+    for result in results:
+        num_rows = _rows_per_source(result.sources, result.rows)
+        for source, problems, count in zip(result.sources, result.problems, num_rows, strict=True):
+            if problems:
+                reports.append(describe_problems(source, problems, count))
     if not reports:
         return
     text = "\n".join(reports)
     if not all(result.usable for result in results):
         raise ValueError(f"{text}\n{ROWS_CURE}")
     if on_bad == "fail":
-        raise ValueError(f"{text}\n{ROWS_CURE}, or skip them (data.on_bad: skip)")
+        raise ValueError(f"{text}\n{ROWS_CURE}. To skip these rows, set data.on_bad: skip")
     print(f"{text}\nthese rows are skipped", flush=True)
 
 
@@ -380,14 +383,14 @@ def _split_held_out(
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
-    """Yield the usable rows: with ``eval_share``, first the rows to train on, then those held out;
-    else all rows at once."""
+    """Yield the usable rows. With ``eval_share``, they are split: the rows to train on are yielded
+    first, and then those that are held out."""
     rows = result.rows.select(result.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:
         held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, checks)]
     skipped = sum(map(len, result.problems))
-    for is_eval in (False, True)[: 1 if eval_share is None else 2]:
+    for is_eval in (False,) if eval_share is None else (False, True):
         selected = rows.select(np.flatnonzero(held_out == is_eval))
         paths = dict.fromkeys(_image_paths(selected))
         yield CheckedData(
@@ -407,22 +410,22 @@ def _is_held_out(digest: str, share: float) -> bool:
 def _require_train_and_eval(
     checked: CheckedData, evaluated: CheckedData, eval_share: float | None
 ) -> None:
-    """Raise ``ValueError`` if ``eval_share`` leaves no row for training or none for evaluation. For
-    an evaluation set of its own, print how many of its rows are also trained on."""
-    rows, held_out = len(checked.rows), len(evaluated.rows)
+    """Raise ``ValueError`` if ``eval_share`` leaves no row for training or none for evaluation. If
+    there are sources to evaluate on, print how many of their rows are also trained on."""
+    num_train, num_eval = len(checked.rows), len(evaluated.rows)
     if eval_share is None:
-        trained_on = {*checked.row_digests}
-        shared = sum(digest in trained_on for digest in evaluated.row_digests)
-        if shared:
+        trained_on = {*checked.sample_digests}
+        num_shared = sum(digest in trained_on for digest in evaluated.sample_digests)
+        if num_shared:
             print(
-                f"{shared:,} of the {held_out:,} rows of data.eval are also in data.train",
+                f"{num_shared:,} of the {num_eval:,} rows of data.eval are also in data.train",
                 flush=True,
             )
-    elif not (rows and held_out):
+    elif not (num_train and num_eval):
         raise ValueError(
-            f"data.eval is {eval_share:g}: of {rows + held_out:,} rows, {held_out:,} are held out "
-            f"for evaluation and {rows:,} remain for training; expected at least 1 of each: set "
-            "another share, or a file"
+            f"data.eval is {eval_share:g}: of {num_train + num_eval:,} rows, {num_eval:,} are held "
+            f"out for evaluation and {num_train:,} remain for training; expected at least 1 of "
+            "each: set another share, or a file"
         )
 
 
@@ -435,14 +438,16 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
     with closing(ImageCheckCache(image_cache)) as cache:
         cached = cache.get([*keys.values()])
         for path, key in keys.items():
-            times, (*cached_times, sha256) = file_times(path), cached.get(key, [""])
-            if times == tuple(cached_times):
-                checks[path] = ImageCheck(*times, sha256, None)
+            times = file_times(path)
+            if times is not None and key in cached:
+                *cached_times, sha256 = cached[key]
+                if times == tuple(cached_times):
+                    checks[path] = ImageCheck(*times, sha256, None)
         uncached = [path for path in keys if path not in checks]
         new_checks = check_image_files(uncached)
-        ticker = show_progress("decoding images", total=len(uncached), unit="image")
-        # Close the generator explicitly, because its threads live as long as it does.
-        with closing(new_checks), ticker as progress:
+        progress_bar = show_progress("decoding images", total=len(uncached), unit="image")
+        # The generator is closed explicitly, because its threads live as long as it does.
+        with closing(new_checks), progress_bar as progress:
             for path, check in zip(uncached, new_checks, strict=True):
                 progress.update()
                 checks[path] = check
@@ -456,8 +461,9 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
 
 
 def _image_key(path: str) -> str:
-    name = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return f"image {CHECK_VERSION} {PIL.__version__} {name}"
+    """Return the key of an image's check in the cache. Other versions have other keys."""
+    path_digest = hashlib.sha256(os.fsencode(path)).hexdigest()
+    return f"image {CHECK_VERSION} {PIL.__version__} {path_digest}"
 
 
 def _find_images_problem(paths: list[str], checks: dict[str, ImageCheck]) -> str | None:
@@ -472,7 +478,7 @@ def describe_image_problem(path: str, check: ImageCheck) -> str | None:
 def find_size_problem(
     num_images: int, size: SampleSize, max_positions: int, pack_to: int | None
 ) -> str | None:
-    """Return why a conversation with ``num_images`` images and this size is refused, or None."""
+    """Return why a conversation of this size, with ``num_images`` images, is refused, or None."""
     if size.num_images != num_images:
         return (
             f"has {num_images} images, but the model's chat template writes {size.num_images} "

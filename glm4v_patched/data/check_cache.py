@@ -1,6 +1,6 @@
 """Cache the results of image checks in the user's cache folder.
 
-If the cache cannot be written, every image is checked each time.
+If the cache cannot be written, every image is decoded each time.
 """
 
 import hashlib
@@ -16,15 +16,16 @@ from ..atomic import find_file_problem
 
 CACHE_VERSION = 2  # of the file's format; it is part of the file's name
 MAX_CACHE_BYTES = 2**28
-"""A cache file that is larger is emptied."""
+"""A larger cache file is emptied."""
 
 logger = logging.getLogger(__name__)
 
 
 def default_cache_path() -> Path | None:
-    """Return the path in ``$XDG_CACHE_HOME`` or ``~/.cache``; None if there is no home folder."""
+    """Return the path of the cache file in ``$XDG_CACHE_HOME`` or ``~/.cache``; None if there is no
+    home folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
-    if not root.is_absolute():  # the XDG standard says to ignore it
+    if not root.is_absolute():  # by the XDG standard, a relative path is ignored
         try:
             root = Path.home() / ".cache"
         except RuntimeError:
@@ -33,10 +34,10 @@ def default_cache_path() -> Path | None:
 
 
 class ImageCheckCache:
-    """JSON values by keys, in a file to which several processes may append at once.
+    """A map from keys to JSON values in a file, to which several processes may append at once.
 
-    Each line begins with its digest, so that damaged lines can be ignored.
-    Without a path, or after an error, the cache is empty.
+    Each line of the file begins with a digest of the rest, so that damaged lines are ignored. If
+    ``path`` is None, or after an error, the cache is empty and stores nothing.
     """
 
     def __init__(self, path: Path | None):
@@ -66,10 +67,11 @@ class ImageCheckCache:
         return values
 
     def put(self, values: Mapping[str, Any]) -> None:
+        """Append values by key, which replace earlier values of these keys."""
         text = json.dumps(values).encode()
         with self._disabled_on_error():
             if self.file is not None and values:
-                # Begin with a newline: the previous line may be cut short.
+                # The first newline ends the previous line, which may be cut short.
                 self.file.write(b"\n%b %b\n" % (_line_digest(text), text))
                 self.file.flush()
 

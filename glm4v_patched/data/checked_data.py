@@ -31,18 +31,18 @@ from .stored_rows import (
     write_stored,
 )
 
-MAX_NAMES = 10_000  # names to look at in a folder
+MAX_NAMES_PER_FOLDER = 10_000  # that are searched for images
 CHECK_VERSION = 8
-"""Version of the checks. Raise it if a change may refuse images that have passed before."""
+"""Version of the checks. Raise it with each change that may refuse images that passed before."""
 
 
 class EpochCounts(NamedTuple):
-    """Counts of an epoch, in which rows are repeated by weight.
+    """Counts over all samples of an epoch, in which rows are repeated by weight.
 
     Attributes:
-        images: Images of all samples; an image counts each time that it occurs.
-        tokens: Tokens of all samples, with image placeholders expanded.
-        supervised: Tokens with a label other than -100.
+        images: Number of images; an image counts each time that it occurs.
+        tokens: Number of tokens, with image placeholders expanded.
+        supervised: Number of tokens with a label other than -100.
     """
 
     samples: int
@@ -80,7 +80,8 @@ class CheckedData:
     Attributes:
         sources: The data sources.
         files: Stamps of the sources that are files.
-        pack_to: The length of a packed sequence, in tokens, which no row exceeds; None if not set.
+        pack_to: The length of a packed sequence in tokens, which no row exceeds; None without
+            packing.
         rows: The usable rows, once each; :attr:`order` repeats them by weight.
         images: Stamps of the image files of these rows.
         skipped: Number of rows that cannot be used.
@@ -108,47 +109,50 @@ class CheckedData:
         return {image.path: image for image in self.images}
 
     @cached_property
-    def _digests(self) -> list[str]:
+    def _row_digests(self) -> list[str]:
         return [*row_digests(self.rows, self.stamps)]
 
     @cached_property
     def order(self) -> np.ndarray:
         """The index of each sample's row, before an epoch is shuffled: ``(samples,)``.
 
-        With weight 1.5, a fixed half of a source's rows occur twice, and the other rows once.
+        With weight 1.5, half of a source's rows (those with the lowest digests) occur twice, and
+        the other rows once.
         """
         weights = [source.weight for source in self.sources]
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
         source_numbers = column_values(self.rows, "source")
-        digests = np.array([digest[:16] for digest in self._digests])
-        parts = []
+        digests = np.array([digest[:16] for digest in self._row_digests])
+        repeated = []
         for number, weight in enumerate(weights):
             rows = np.flatnonzero(source_numbers == number)
             num_extra = round((weight - int(weight)) * len(rows))
             extra = rows[np.argsort(digests[rows], kind="stable")[:num_extra]]
-            parts += [rows] * int(weight) + [np.sort(extra)]
-        return np.concatenate(parts)
+            repeated += [rows] * int(weight) + [np.sort(extra)]
+        return np.concatenate(repeated)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a field of :class:`SampleSize` for each sample of an epoch, in order."""
+        """Return a numeric column of :data:`stored_rows.SCHEMA` for each sample: ``(samples,)``."""
         return column_values(self.rows, name)[self.order]
 
     @cached_property
-    def row_digests(self) -> tuple[str, ...]:
-        """The digest of each sample of an epoch (:func:`row_digests`)."""
-        return tuple(self._digests[row] for row in self.order.tolist())
+    def sample_digests(self) -> tuple[str, ...]:
+        """The digest of each sample's row (:func:`row_digests`)."""
+        return tuple(self._row_digests[row] for row in self.order.tolist())
 
     @cached_property
-    def row_labels(self) -> tuple[int | str, ...]:
-        """The line of each sample of an epoch; with several sources, the name of its source comes
-        first."""
+    def sample_labels(self) -> tuple[int | str, ...]:
+        """The label of each sample in messages: the line of its row, such as 7. With several
+        sources, the name of its source comes first, such as "a.jsonl:7"."""
         lines = self.column("line").tolist()
         if len(self.sources) == 1:
             return tuple(lines)
         source_numbers = self.column("source").tolist()
         names = [os.path.basename(source.path) for source in self.sources]
-        return tuple(f"{names[n]}:{line}" for n, line in zip(source_numbers, lines, strict=True))
+        return tuple(
+            f"{names[source]}:{line}" for source, line in zip(source_numbers, lines, strict=True)
+        )
 
     @cached_property
     def counts(self) -> EpochCounts:
@@ -156,16 +160,19 @@ class CheckedData:
         return EpochCounts(len(self.order), *sums)
 
     def find_warnings(self) -> Iterator[str]:
-        """Yield descriptions of likely mistakes: samples without an image although others have one
-        or images lie beside the source, and words that stand for content that is missing."""
+        """Yield descriptions of likely mistakes in the data.
+
+        Samples may lack an image although other samples have one, or although images are in the
+        source's folder. Texts may contain words that stand for content that is missing.
+        """
         source_numbers = column_values(self.rows, "source")
         num_images = column_values(self.rows, "num_images")
         has_media_words = _rows_with_media_words(self.rows)
         for number, source in enumerate(self.sources):
             rows = np.flatnonzero(source_numbers == number)
-            without = rows[num_images[rows] == 0]
-            if len(without) and (text := _images_warning(source, len(without), len(rows))):
-                yield f"{source.path}: {text}{self._first_location(without)}"
+            imageless = rows[num_images[rows] == 0]
+            if len(imageless) and (text := _images_warning(source, len(imageless), len(rows))):
+                yield f"{source.path}: {text}{self._first_location(imageless)}"
             with_words = rows[has_media_words[rows]]
             if len(with_words):
                 yield (
@@ -177,6 +184,7 @@ class CheckedData:
             yield from self.eval.find_warnings()
 
     def _first_location(self, rows: np.ndarray) -> str:
+        """Return the end of a message with the location of the first of some rows."""
         row = self.rows[int(rows[0])]
         return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 
@@ -191,9 +199,9 @@ class CheckedData:
         )
         return BatchSequences(lengths, images, packs)
 
-    def row_location(self, conversation: int) -> str:
-        """Return where the row of a sample is, for messages."""
-        row = self.rows[int(self.order[conversation])]
+    def row_location(self, sample: int) -> str:
+        """Return the location of a sample's row for messages (:func:`rows.row_location`)."""
+        row = self.rows[int(self.order[sample])]
         return row_location(self.sources[row["source"]], row["line"])
 
     def conversations(self) -> ConversationDataset:
@@ -218,11 +226,14 @@ class CheckedData:
         return stored
 
     def _write_rows(self, path: Path, rows_path: Path) -> tuple["CheckedData", dict[str, Any]]:
+        """Write the rows to ``rows_path``; return a copy that reads them from there, and the
+        content of the JSON file at ``path``."""
         names = ("files", "pack_to", "images", "skipped", "eval_option")
         content = {name: getattr(self, name) for name in names}
         content["sources"] = [asdict(source) for source in self.sources]
         content["rows"] = [rows_path.name, len(self.rows)]
-        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows_path)), None
+        stored = replace(self, rows=write_stored(self.rows, rows_path))
+        content["eval"] = None
         if self.eval is not None:
             eval_rows = path.with_name(f"{path.stem}_eval.arrow")
             evaluated, content["eval"] = self.eval._write_rows(path, eval_rows)
@@ -243,13 +254,13 @@ class CheckedData:
             return cls._from_content(content, path.parent)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} does not say which rows were checked ({error}): start the training with "
-                f"{own_command('train')}, which checks them first"
+                f"{path} does not contain the result of a check ({error}): start the training with "
+                f"{own_command('train')}, which checks the data first"
             ) from error
 
     @classmethod
     def _from_content(cls, content: dict, folder: Path) -> "CheckedData":
-        name, number = content["rows"]
+        file_name, num_rows = content["rows"]
         sources = [
             DataSource(**values | {"ignore": tuple(values["ignore"])})
             for values in content["sources"]
@@ -258,37 +269,39 @@ class CheckedData:
             key: tuple(FileStamp(*item) for item in content[key]) for key in ("files", "images")
         }
         evaluated = content["eval"] and cls._from_content(content["eval"], folder)
-        rows = read_stored(folder / name, number)
+        rows = read_stored(folder / file_name, num_rows)
         fields = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
         return cls(**content | fields)
 
 
-def _images_warning(source: DataSource, num_without: int, num_samples: int) -> str | None:
-    """Return a warning that ``num_without`` of ``num_samples`` samples have no image, or None.
+def _images_warning(source: DataSource, num_imageless: int, num_samples: int) -> str | None:
+    """Return a warning that ``num_imageless`` of ``num_samples`` samples have no image, or None.
 
     It is a likely mistake if other samples have an image, if the image column is empty, if the name
     of an ignored key sounds like images, or if the source's folder contains images.
     """
-    text = f"{num_without:,} of {num_samples:,} samples have no image"
-    if num_without == num_samples and source.columns and "image" in source.columns:
+    text = f"{num_imageless:,} of {num_samples:,} samples have no image"
+    if num_imageless == num_samples and source.columns and "image" in source.columns:
         return f"{text}: the image column of data.columns is empty"
     if ignored := [key for key in source.ignore if IMAGE_KEY_RE.fullmatch(key)]:
         return f"{text}, and data.ignore drops {listed(ignored)}"
-    if num_without < num_samples:
+    if num_imageless < num_samples:
         return text
     folder = image_folder_of(source)
-    images = (name for name in _names_in(folder) if name.lower().endswith(IMAGE_SUFFIXES))
-    image = next(images, None)
-    return image and f"{text}, although their folder contains {os.path.join(folder, image)}"
+    for name in _names_in(folder):
+        if name.lower().endswith(IMAGE_SUFFIXES):
+            return f"{text}, although their folder contains {os.path.join(folder, name)}"
+    return None
 
 
 def _names_in(folder: str) -> Iterator[str]:
     """Yield the names in a folder and in its direct subfolders."""
     with suppress(OSError):
-        for entry in islice(os.scandir(folder), MAX_NAMES):
+        for entry in islice(os.scandir(folder), MAX_NAMES_PER_FOLDER):
             yield entry.name
             if entry.is_dir():
-                yield from islice((f"{entry.name}/{name}" for name in os.listdir(entry)), MAX_NAMES)
+                names = os.listdir(entry)[:MAX_NAMES_PER_FOLDER]
+                yield from (f"{entry.name}/{name}" for name in names)
 
 
 def _rows_with_media_words(rows: StoredRows) -> np.ndarray:
@@ -297,15 +310,15 @@ def _rows_with_media_words(rows: StoredRows) -> np.ndarray:
         pc.match_substring_regex(batch["messages"], MEDIA_WORDS_RE, ignore_case=True)
         for batch in rows.batches("messages")
     )
-    parts = (match.to_numpy(zero_copy_only=False) for match in matches)
-    return np.concatenate([np.zeros(0, bool), *parts])
+    arrays = (match.to_numpy(zero_copy_only=False) for match in matches)
+    return np.concatenate([np.zeros(0, bool), *arrays])  # the first is for no batches
 
 
 def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
     """Yield the sha256 of each row's text and images; paths of images do not affect it.
 
     Args:
-        images: Objects with an attribute ``sha256``, by image path.
+        images: Stamps or checks of the images, which have the attribute ``sha256``, by path.
     """
     for text_digest, paths in iter_values(rows, "digest", "images"):
         image_digests = "".join(images[path].sha256 for path in paths).encode()

@@ -20,6 +20,7 @@ class SampleSize(NamedTuple):
     Attributes:
         tokens: Number of tokens, with image placeholders expanded.
         position_ids: Number of position ids; an image takes three.
+        num_images: Number of image placeholders that the chat template writes.
         supervised: Number of tokens with a label other than -100.
     """
 
@@ -42,7 +43,8 @@ class ConversationCollator:
 
         Args:
             processor: A ``ChatGLMProcessor``.
-            stamps: Stamps of checked images, by path. An image that has changed is an error.
+            stamps: Stamps of checked images, by path. If one of these images has changed since,
+                a batch with it is an error.
         """
         self.processor = processor
         self.stamps = stamps
@@ -69,8 +71,8 @@ class ConversationCollator:
         return {name: torch.tensor(values) for name, values in batch.items()} | images
 
     def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Return the expanded token ids of each conversation with its end token, and
-        ``pixel_values`` of all images, if any."""
+        """Return the token ids of each conversation, with expanded image placeholders and the end
+        token, and a dict with the ``pixel_values`` of all images; empty if there are none."""
         for conversation in conversations:
             for path in images_of(conversation):
                 # Conversations that were not read from files may contain PIL images.
@@ -100,15 +102,20 @@ class ConversationCollator:
 
     def measure(self, conversations: list[list[dict]]) -> list[SampleSize]:
         """Return the size of each conversation; images are not opened."""
-        counts = self._counter.count(conversations)
-        uncounted = [chat for chat, turns in zip(conversations, counts, strict=True) if not turns]
+        lengths_of_all = self._counter.count(conversations)
+        uncounted = [
+            conversation
+            for conversation, lengths in zip(conversations, lengths_of_all, strict=True)
+            if not lengths
+        ]
         encoded = iter(self._encode_unexpanded(uncounted))
         tokens_added_per_image = self.processor.num_image_tokens - 1
         sizes = []
-        for conversation, lengths in zip(conversations, counts, strict=True):
+        for conversation, lengths in zip(conversations, lengths_of_all, strict=True):
             if lengths:
                 num_ids, num_images = sum(lengths), len(images_of(conversation))
-                # The turn without its role token, and the token after it: as many as the turn has.
+                # A turn's role token is not supervised, but the token after the turn is. So there
+                # are as many supervised tokens as the turn has tokens.
                 supervised = sum(
                     length
                     for length, message in zip(lengths[1:], conversation, strict=True)
@@ -118,6 +125,7 @@ class ConversationCollator:
                 ids = [*next(encoded), self.end_id]
                 num_ids, num_images = len(ids), ids.count(self.image_id)
                 supervised = num_ids - self.labels(ids, conversation).count(IGNORE_INDEX)
+            # An unexpanded image is three ids. The middle one is replaced by num_image_tokens ids.
             tokens = num_ids + num_images * tokens_added_per_image
             sizes.append(SampleSize(tokens, num_ids, num_images, supervised))
         return sizes
@@ -134,12 +142,12 @@ class ConversationCollator:
         """Return the labels of a conversation: its ids in supervised turns, and -100 elsewhere.
 
         Args:
-            ids: Token ids of a conversation, expanded or not.
+            ids: Token ids of a conversation with its end token; image placeholders may be expanded.
             conversation: The conversation; if omitted, all turns of the assistant are supervised.
 
         Raises:
-            ValueError: A turn has ``"train": False``, and the numbers of turns in the ids and in
-                the conversation differ.
+            ValueError: A turn has ``"train": False``, and ids and conversation have different
+                numbers of turns.
         """
         supervised = supervised_turns(conversation)
         if all(supervised):
@@ -153,7 +161,8 @@ class ConversationCollator:
         is_supervised = iter(supervised)
         labels = [IGNORE_INDEX] * len(ids)
         starts = [index for index, token in enumerate(ids) if token in self.role_ids]
-        for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=False):
+        ends = [*starts[1:], len(ids) - 1]  # the next role token, or the end token
+        for start, end in zip(starts, ends, strict=False):
             if ids[start] == self.assistant_id and next(is_supervised):
                 labels[start + 1 : end + 1] = ids[start + 1 : end + 1]
         return labels

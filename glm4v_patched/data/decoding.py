@@ -18,13 +18,15 @@ from .workers import count_cores
 MAX_PIXELS = 120 * 10**6
 """Phone cameras have up to 108 megapixels; this many decoded pixels take half a gigabyte."""
 MAX_IMAGE_BYTES = 2**29
-TEXT_RE = re.compile(rb"[\s!-~\x80-\xff]*")
+# TIFF tags: the first is only in DNG files; bit 0 of the second marks a smaller copy of an image.
+DNG_VERSION, NEW_SUBFILE_TYPE = 50706, 254
+TEXT_RE = re.compile(rb"[\s!-~\x80-\xff]*")  # no control characters
 MAX_THREADS = 32  # more would wait for the GIL
 IMAGES_PER_SUBMIT = 1000  # paths that are passed to the threads at a time
 
 
 class ImageCheck(NamedTuple):
-    """The size, times and digest of an image file, and why the image cannot be used, or None."""
+    """The size, times and digest of an image file; ``problem`` says why it cannot be used."""
 
     size: int
     mtime_ns: int
@@ -33,7 +35,7 @@ class ImageCheck(NamedTuple):
     problem: str | None
 
 
-UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)  # template for files that cannot be read
+UNREAD_IMAGE = ImageCheck(-1, -1, -1, "", None)  # to be copied with the problem of a file
 
 
 def check_image_file(path: str) -> ImageCheck:
@@ -45,8 +47,8 @@ def check_image_file(path: str) -> ImageCheck:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size > MAX_IMAGE_BYTES:
-                excess = f"{status.st_size:,} bytes; expected at most {MAX_IMAGE_BYTES:,}"
-                return UNREAD_IMAGE._replace(problem=f"has {excess}: {SHRINK_CURE}")
+                limit = f"expected at most {MAX_IMAGE_BYTES:,}: {SHRINK_CURE}"
+                return UNREAD_IMAGE._replace(problem=f"has {status.st_size:,} bytes; {limit}")
             content = file.read()
     except FileNotFoundError:
         return UNREAD_IMAGE._replace(problem="does not exist")
@@ -60,8 +62,8 @@ def check_image_file(path: str) -> ImageCheck:
 
 
 def has_decodable_header(path: str) -> bool:
-    """Return whether a file is an image within the limits of :func:`check_image_file`, by its
-    header; the pixels are not decoded."""
+    """Return whether the header of a file is that of an image within the limits of
+    :func:`check_image_file`. The pixels are not decoded."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MAX_IMAGE_BYTES:
             return False
@@ -75,18 +77,22 @@ def has_decodable_header(path: str) -> bool:
 
 
 def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
-    """Return why an image of these bytes cannot be used, or None. Cures name the file ``path``."""
+    """Return why the image in ``content`` cannot be used, or None.
+
+    Args:
+        path: The image's file, for commands in the message.
+    """
     from ..remote.image_processing_chatglm import as_image  # imports torch
 
     if not content:
         return "is empty: it has 0 bytes; copy it again"
-    # The filter is not removed again, because all threads share the filters.
+    # This filter stays, because filters are global: a thread that removed it would do so for all.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with open_image(content) as image:
             count_decoded_pixels(image, content, MAX_PIXELS)
             tags = getattr(image, "tag_v2", {})
-            if 50706 in tags or tags.get(254, 0) & 1:  # DNGVersion, or a thumbnail of a RAW photo
+            if DNG_VERSION in tags or tags.get(NEW_SUBFILE_TYPE, 0) & 1:
                 return f"is a preview in a RAW photo: {fill_cure(RAW_CURE, path)}"
             # Decode as the image processor will.
             image = as_image(image)
@@ -98,8 +104,9 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
         size = str(error).partition(" exceeds")[0]
         return f"is too large ({size}); expected at most {MAX_PIXELS:,} pixels: {SHRINK_CURE}"
     except UnidentifiedImageError:
-        if kind := find_signature(content, content):
-            return f"is {kind[0]}: {fill_cure(kind[1], path)}"
+        if signature := find_signature(content, content):
+            name, cure = signature
+            return f"is {name}: {fill_cure(cure, path)}"
         if TEXT_RE.fullmatch(content[:1000]):
             return "is text, such as a server's error: copy or download it again"
         return "cannot be read as an image: Pillow does not know its format; save it as PNG"
@@ -107,17 +114,18 @@ def find_image_problem(content: bytes, path: str = "FILE") -> str | None:
         reason = str(error) or type(error).__name__
         if "MAX_TEXT_" in reason:
             return f"has over 1 MiB of text: {fill_cure(LONG_TEXT_CURE, path)}"
-        # Our image processor's messages begin with "it"; any other error is Pillow's.
-        is_ours = reason.startswith("it ")
-        return reason.removeprefix("it ") if is_ours else f"cannot be read as an image: {reason}"
+        # Messages of this package's image processor begin with "it"; other errors are Pillow's.
+        if reason.startswith("it "):
+            return reason.removeprefix("it ")
+        return f"cannot be read as an image: {reason}"
     return None
 
 
 def check_image_files(paths: Sequence[str]) -> Generator[ImageCheck, None, None]:
-    """Yield :func:`check_image_file` of each path, in order.
+    """Yield the result of :func:`check_image_file` for each path, in order.
 
     There is one thread per core, because Pillow and hashlib release the GIL. Closing the generator
-    drops the remaining work.
+    cancels the remaining checks.
     """
     with ThreadPoolExecutor(min(count_cores(), MAX_THREADS)) as threads:
         for start in range(0, len(paths), IMAGES_PER_SUBMIT):

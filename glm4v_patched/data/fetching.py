@@ -1,9 +1,10 @@
-"""Download images over http(s) from the public internet, for rows of data and for clients of a
-server.
+"""Download images over http(s) from the public internet. Their URLs come from rows of data, or from
+clients of the server.
 
-A host name is resolved once, all of its addresses must be public, and the connection goes to one of
-them, without a proxy. Without these rules, the author of a URL could make this machine request its
-own services, a router or a cloud's metadata (SSRF). The rules apply to each redirect, too.
+A host name is resolved once. All of its addresses must be public, and the connection goes to one of
+them, without a proxy. Each redirect follows the same rules. Without these rules, the author of a
+URL could make this machine send requests to its own services, to a router or to the metadata
+service of a cloud (SSRF).
 """
 
 import http.client
@@ -24,8 +25,8 @@ DOWNLOAD_TIMEOUT = 600
 """Limit in seconds for a complete download."""
 MAX_DOWNLOAD_BYTES = 256 * 2**20
 MAX_REDIRECTS = 10
-REDIRECTS = (301, 302, 303, 307, 308)  # HTTP statuses
-PORTS = (80, 443, 8080, 8443)  # ports that a URL may have
+REDIRECT_STATUSES = (301, 302, 303, 307, 308)
+ALLOWED_PORTS = (80, 443, 8080, 8443)
 DOWNLOAD_CURE = "download the image yourself and use the path of the file"
 
 
@@ -36,33 +37,36 @@ def fetch(
 
     Args:
         max_bytes: Limit for the content.
-        seconds: Limit for redirects, headers and content together.
+        seconds: Time limit for all redirects, headers and the content together.
 
     Raises:
         ValueError: The URL cannot be downloaded or is not public, or its content is too large.
     """
-    deadline, current = time.monotonic() + seconds, url
+    deadline, current_url = time.monotonic() + seconds, url
     try:
         for _ in range(MAX_REDIRECTS + 1):
-            content, redirect = _get(current, max_bytes, deadline)
+            content, redirect = _get(current_url, max_bytes, deadline)
             if redirect is None:
                 return content
-            current = urljoin(current, redirect)
+            current_url = urljoin(current_url, redirect)
         raise ValueError(f"it redirects more than {MAX_REDIRECTS} times")
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = str(error) or type(error).__name__
         if time.monotonic() >= deadline:
             reason = f"it took over {seconds:g} s"
         elif isinstance(error, OSError) and getproxies():
-            reason += f"; no proxy is used, as it could reach private hosts: {DOWNLOAD_CURE}"
-        target = "" if current == url else f" (it redirects to {describe_value(current)})"
+            reason += (
+                "; the configured proxy is not used, because it may reach private hosts: "
+                f"{DOWNLOAD_CURE}"
+            )
+        target = "" if current_url == url else f" (it redirects to {describe_value(current_url)})"
         raise ValueError(
             f"the image {describe_value(url)} cannot be fetched{target}: {reason}"
         ) from None
 
 
 def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
-    """Return the content of a URL, or the URL that it redirects to."""
+    """Return the content of a URL and None, or nothing and the URL that it redirects to."""
     if any(character <= " " or character == "\x7f" for character in url):
         raise ValueError("expected a URL without spaces and control characters (write %20)")
     url_parts = urlsplit(url)
@@ -71,8 +75,8 @@ def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
     if "@" in url_parts.netloc:
         raise ValueError(f"it contains a user name or password, which is not sent: {DOWNLOAD_CURE}")
     port = url_parts.port or (443 if url_parts.scheme == "https" else 80)
-    if port not in PORTS:
-        expected = ", ".join(map(str, PORTS))
+    if port not in ALLOWED_PORTS:
+        expected = ", ".join(map(str, ALLOWED_PORTS))
         raise ValueError(f"its port is {port}; expected one of {expected}: {DOWNLOAD_CURE}")
     connection_class = _Https if url_parts.scheme == "https" else _Http
     # Some hosts refuse Python's default user agent.
@@ -80,7 +84,7 @@ def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
     target = quote(url_parts.path or "/", safe="/%:@!$&'()*+,;=~")
     target += f"?{quote(url_parts.query, safe='/%:@!$&()*+,;=~?[]')}" if url_parts.query else ""
     remaining = max(deadline - time.monotonic(), 0)
-    timeout = min(remaining, RESPONSE_TIMEOUT) or 1e-3  # a timeout of 0 means non-blocking
+    timeout = min(remaining, RESPONSE_TIMEOUT) or 1e-3  # 0 would make the socket non-blocking
     with closing(connection_class(url_parts.hostname, port, timeout=timeout)) as connection:
         timer = threading.Timer(remaining, connection.cut_off)
         timer.daemon = True
@@ -98,16 +102,16 @@ def _get(url: str, max_bytes: int, deadline: float) -> tuple[bytes, str | None]:
 
 
 def _read_response(response: http.client.HTTPResponse, max_bytes: int) -> tuple[bytes, str | None]:
-    if response.status in REDIRECTS and (redirect := response.getheader("Location")):
+    if response.status in REDIRECT_STATUSES and (redirect := response.getheader("Location")):
         return b"", redirect
     if response.status != 200:
         raise ValueError(f"HTTP {response.status} {describe_value(response.reason)}")
     content = bytearray()
-    while len(content) <= max_bytes and (part := response.read1(2**16)):
-        content += part
+    while len(content) <= max_bytes and (chunk := response.read1(2**16)):
+        content += chunk
     if len(content) > max_bytes or (response.length or 0) > max_bytes:
         raise ValueError(f"it has over {max_bytes:,} bytes")
-    if response.length:  # read1() does not report missing bytes
+    if response.length:  # bytes that are missing; read1() does not raise an error for them
         raise ValueError(
             f"the connection ended after {len(content):,} of {len(content) + response.length:,} "
             "bytes; try again"
@@ -116,7 +120,7 @@ def _read_response(response: http.client.HTTPResponse, max_bytes: int) -> tuple[
 
 
 class _Http(http.client.HTTPConnection):
-    """Connects only to public addresses of its host."""
+    """Connects only to public addresses of its host; another thread can end the connection."""
 
     socket_copy: socket.socket | None = None
     is_cut_off = False
@@ -130,7 +134,7 @@ class _Http(http.client.HTTPConnection):
             except OSError:
                 if number == len(addresses) or self.is_cut_off:
                     raise
-        # A second descriptor for cut_off(), because TLS and http.client detach or close the first.
+        # cut_off() needs its own descriptor, because TLS and http.client detach or close the first.
         self.socket_copy = self.sock.dup()
         if self.is_cut_off:
             self.cut_off()
@@ -148,7 +152,7 @@ class _Https(http.client.HTTPSConnection, _Http):
 
 
 def public_addresses(host: str, port: int) -> list[Any]:
-    """Resolve a host name; raise ``ValueError`` if one of its addresses is not public."""
+    """Return the addresses of a host name; raise ``ValueError`` if one of them is not public."""
     addresses = [info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address, _ in addresses:
         if not is_public(str(address)):

@@ -1,8 +1,9 @@
-"""Files of a folder or of a data set of the Hub, which may come from somebody else.
+"""Files of a folder or of a data set of the Hub, which may be made by somebody who is not trusted.
 
-File names in such a folder's own descriptions (README.md, .huggingface.yaml, dataset_info.json,
-state.json, metadata.csv) are compared with the names of the files inside of it and never resolved:
-an absolute path, ``..``, an address or a chained fsspec URL matches no file. Needs no torch.
+Some files of a folder name its other files: README.md, .huggingface.yaml, dataset_info.json,
+state.json and metadata.csv. A path that they name is compared with the paths of the folder's files
+and is not opened otherwise. So an absolute path, ``..``, a URL or a chained fsspec URL matches no
+file. Needs no torch.
 """
 
 import os
@@ -21,9 +22,10 @@ class Folder:
     """A folder on this machine.
 
     Attributes:
-        path: The folder's path or id, as shown in messages.
-        files: All files below it, relative to it and sorted. As in ``datasets``, names that begin
-            with ``.`` or ``__`` are hidden, and symbolic links to folders are not followed.
+        path: The folder's path, or the id of a data set of the Hub, as shown in messages.
+        files: Relative paths of all files below the folder, sorted. As in ``datasets``, names that
+            begin with ``.`` or ``__`` are hidden and left out, and symbolic links to folders are
+            not followed.
     """
 
     def __init__(self, path: str):
@@ -32,7 +34,7 @@ class Folder:
         self._roots = _real_roots(path)
 
     def has(self, file: str) -> bool:
-        """Return whether there is such a file; hidden files count."""
+        """Return whether the folder has a file, which may be hidden."""
         return os.path.lexists(os.path.join(self.path, file))
 
     def local_path(self, file: str) -> str:
@@ -44,9 +46,9 @@ class Folder:
         path = os.path.normpath(os.path.join(self.path, file))
         real = os.path.realpath(path)
         if not any(Path(real).is_relative_to(root) for root in self._roots):
-            link = "is a link to" if _is_below(path, self.path) else "is"
+            verb = "is a link to" if _is_below(path, self.path) else "is"
             raise ValueError(
-                f"{os.path.join(self.path, file)} {link} {real}, outside of the folder; expected "
+                f"{os.path.join(self.path, file)} {verb} {real}, outside of the folder; expected "
                 "a file inside of it: name that file in the recipe itself, or copy it here"
             )
         return path
@@ -98,11 +100,11 @@ def hub_cache_folder(repository: str) -> str:
 
 
 def _files_below(path: str) -> Iterator[str]:
-    def refuse(error: OSError) -> NoReturn:
+    def raise_error(error: OSError) -> NoReturn:
         raise error
 
-    for folder, folders, names in os.walk(path, onerror=refuse):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+    for folder, subfolders, names in os.walk(path, onerror=raise_error):
+        subfolders[:] = [name for name in subfolders if not _is_hidden(name)]  # others are skipped
         relative = os.path.relpath(folder, path)
         yield from (
             posixpath.normpath(posixpath.join(relative, name))
@@ -131,8 +133,8 @@ def _real_roots(path: str) -> list[str]:
 
 
 def matches_pattern(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether each part of a path matches its part of a pattern; ``**`` matches any number
-    of parts."""
+    """Return whether a path matches a glob pattern, both of which are split at slashes. ``**``
+    matches any number of names."""
 
     @cache
     def match(name_index: int, pattern_index: int) -> bool:
@@ -151,7 +153,8 @@ def matches_pattern(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def find_matching_files(files: Sequence[str], pattern: str) -> list[str]:
-    """Return the files that match a glob pattern with ``*``, ``?``, ``[...]`` and ``**``."""
+    """Return the files that match a glob pattern with ``*``, ``?``, ``[...]`` and ``**``; none if
+    the pattern has more than :data:`MAX_PATTERN_PARTS` parts."""
     parts = [part for part in pattern.split("/") if part != "."]
     if len(parts) > MAX_PATTERN_PARTS:
         return []

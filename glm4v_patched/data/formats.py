@@ -1,8 +1,8 @@
 """Formats of rows, and how each yields a row's messages and images. Needs no torch.
 
-``data.format`` names the format of a file, or the keys of its first row show it
-(:func:`find_format`); keys that the format does not have are refused. Rows of other forms are read
-by the names of their columns (``data.columns``). :func:`messages.check_messages` checks the result.
+``data.format`` names the format of a file. If it is not set, the keys of the first row show the
+format (:func:`find_format`). Keys that the format does not have are refused. ``data.columns``
+describes rows that have none of these formats. :func:`messages.check_messages` checks the result.
 """
 
 import json
@@ -32,8 +32,8 @@ from .messages import (
 )
 
 MessagesAndImages = tuple[Any, list | None]
-"""A row's messages, and the images beside them in the row; None if the row has no such key."""
-ROW_IMAGES = ("images", "image")  # keys of a row's images
+"""A row's messages, and the images under the row's own key; None if the row has no such key."""
+ROW_IMAGE_KEYS = ("images", "image")
 SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -45,6 +45,7 @@ SHAREGPT_ROLES = {
     "tool": "observation",
 }
 MESSAGES_CURE = 'write "from" and "value", or rename the row\'s list to "messages"'
+# What to write instead of a key: of a ShareGPT turn, and of a row.
 TURN_CURES = {
     "role": MESSAGES_CURE,
     "content": MESSAGES_CURE,
@@ -75,18 +76,19 @@ class RowFormat(NamedTuple):
     """A format of rows.
 
     Attributes:
-        needs: Keys that identify the format.
-        others: Further keys that its rows may have, besides those of images.
-        columns: The keys that are question, answer, turns, system prompt and history, by role.
+        identifying_keys: Keys that identify the format. Every row must have the first of them.
+        optional_keys: Further keys that its rows may have, besides those of images.
+        columns: The keys of question, answer, turns, system prompt and history, by role, as in
+            ``data.columns``.
     """
 
-    needs: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    identifying_keys: tuple[str, ...]
+    optional_keys: tuple[str, ...] = ()
     columns: Columns = {}
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (*self.needs, *ROW_IMAGES, *self.others)
+        return (*self.identifying_keys, *ROW_IMAGE_KEYS, *self.optional_keys)
 
 
 SYSTEM_AND_HISTORY = {"system": "system", "history": "history"}
@@ -116,17 +118,20 @@ ROW_FORMATS = {
     ),
 }
 IGNORED_TURN_KEYS = ("source",)
-"""A key of the_cauldron's turns that is not read."""
+"""Keys of the_cauldron's turns that are not read."""
 
 
 def find_format(row: Mapping) -> str | None:
-    """Return the format whose identifying keys the row has. If there is none, return the format
-    that has all keys of the row, and whose first identifying key is among them, or None."""
+    """Return the name of a row's format, or None.
+
+    A row with all identifying keys of a format has this format. Otherwise it has the format whose
+    first identifying key is in the row, if the format has all keys of the row.
+    """
     for name, row_format in ROW_FORMATS.items():
-        if {*row_format.needs} <= row.keys():
+        if {*row_format.identifying_keys} <= row.keys():
             return name
     for name, row_format in ROW_FORMATS.items():
-        if row_format.needs[0] in row and row.keys() <= {*row_format.keys}:
+        if row_format.identifying_keys[0] in row and row.keys() <= {*row_format.keys}:
             return name
     return None
 
@@ -147,17 +152,19 @@ def describe_unknown_format(row: dict, keys: Iterable[str]) -> str:
 
 
 def read_row_as(name: str, row: dict) -> MessagesAndImages:
-    """Return the messages and images of a row of a format.
+    """Return the messages and images of a row in the format ``name``.
 
     Raises:
-        ValueError: The row has a key that the format does not have, or a required key is missing.
+        ValueError: The row has a key that the format does not have, or the format's first
+            identifying key is missing.
     """
     row_format = ROW_FORMATS[name]
     if not row.keys() <= {*row_format.keys}:
         _refuse_other_keys(row, row_format)
-    if row_format.needs[0] not in row:
-        raise ValueError(f'the key "{row_format.needs[0]}" is missing')
-    image_keys = [key for key in ROW_IMAGES if row.get(key) is not None]
+    required_key = row_format.identifying_keys[0]
+    if required_key not in row:
+        raise ValueError(f'the key "{required_key}" is missing')
+    image_keys = [key for key in ROW_IMAGE_KEYS if row.get(key) is not None]
     if len(image_keys) > 1:
         raise ValueError('has both "images" and "image": keep one of them')
     images = row[image_keys[0]] if image_keys else None
@@ -170,48 +177,56 @@ def read_row_as(name: str, row: dict) -> MessagesAndImages:
         return row["messages"], images
     if name == "prompt_completion":
         return _prompt_and_completion(row), images
-    present = {
-        role: column
-        for role, column in row_format.columns.items()
-        if "turns" in row_format.columns or isinstance(column, list) or row.get(column) is not None
-    }
-    if row.get("system") is None:
-        present.pop("system", None)
-    return read_columns(row, present | {"image": image_keys}, IGNORED_TURN_KEYS)
+    columns = dict(row_format.columns)
+    # Beside "turns", the roles "question" and "answer" name keys of a turn, not of the row.
+    row_roles = ("system",) if "turns" in columns else ("system", "history", "question", "answer")
+    for role in row_roles:
+        column = columns.get(role)
+        if isinstance(column, str) and row.get(column) is None:
+            del columns[role]
+    return read_columns(row, columns | {"image": image_keys}, IGNORED_TURN_KEYS)
 
 
 def _refuse_other_keys(row: dict, row_format: RowFormat) -> None:
-    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
-    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
-    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
-    if isinstance(row.get("label"), bool):  # KTO's
+    """Raise ``ValueError`` for keys that the format does not have, with what to write instead."""
+    keys_of_formats = {
+        key for any_format in ROW_FORMATS.values() for key in any_format.identifying_keys
+    }
+    first_key = row_format.identifying_keys[0]
+    cure = f'the first row of this file has "{first_key}"; use one file per format'
+    cures = ROW_CURES | dict.fromkeys(keys_of_formats, cure)
+    if isinstance(row.get("label"), bool):  # a key of KTO's preference data
         cures["label"] = PREFERENCES_CURE
-    if all(row.get(key) is None for key in ROW_IMAGES):
+    if all(row.get(key) is None for key in ROW_IMAGE_KEYS):
         cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
     keys = (key for key in row if key not in TOOL_COLUMNS)
     refuse_keys(keys, row_format.keys, "a row", cures, IGNORE_CURE)
 
 
-def _order_named_images(row: dict, name: str) -> dict:
-    """Return a row with ``<image>`` for each name of an image in its text, and with a list of the
-    images in this order. MiniCPM-V names images so: ``{"<image_00>": "a.png"}``."""
-    images = row[name]
-    text = json.dumps({key: value for key, value in row.items() if key != name}, default=str)
-    times = {text.count(key) for key in images}
-    if times not in ({0}, {1}) or not all(map(IMAGE_PLACEHOLDER_RE.fullmatch, images)):
+def _order_named_images(row: dict, image_key: str) -> dict:
+    """Convert named images, as in MiniCPM-V's data, to ``<image>`` and a list.
+
+    There, ``row[image_key]`` is an object such as ``{"<image_00>": "a.png"}``, and the row's text
+    contains its keys. In the result, each key in the text is ``<image>``, and the list has the
+    images in the order of the text.
+    """
+    images = row[image_key]
+    text = json.dumps({key: value for key, value in row.items() if key != image_key}, default=str)
+    occurrences = {text.count(name) for name in images}
+    if occurrences not in ({0}, {1}) or not all(map(IMAGE_PLACEHOLDER_RE.fullmatch, images)):
         raise ValueError(
-            f"{name} is an object with the keys {listed([*map(quoted, images)])}: write "
+            f"{image_key} is an object with the keys {listed([*map(quoted, images)])}: write "
             '"images": ["a.png", "b.png"], and one <image> per image in the text'
         )
-    ordered = [images[key] for key in sorted(images, key=text.find)]
-    for key in images:
-        text = text.replace(key, "<image>")
-    return json.loads(text) | {name: ordered}
+    ordered = [images[name] for name in sorted(images, key=text.find)]
+    for name in images:
+        text = text.replace(name, "<image>")
+    return json.loads(text) | {image_key: ordered}
 
 
 def _prompt_and_completion(row: dict) -> list:
-    """Return the messages of a TRL row; only the completion is supervised."""
-    sides = []
+    """Return the messages of a TRL row. Only the completion is supervised."""
+    prompt_and_completion = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(key)
         if isinstance(value, str):
@@ -220,8 +235,8 @@ def _prompt_and_completion(row: dict) -> list:
             raise ValueError(
                 f"{key} is {describe_value(value)}; expected text, or a list of messages"
             )
-        sides.append(value)
-    prompt, completion = sides
+        prompt_and_completion.append(value)
+    prompt, completion = prompt_and_completion
     unsupervised_prompt = [
         {k: v for k, v in message.items() if k not in TRAIN_FLAGS} | {"train": False}
         if isinstance(message, dict) and message.get("role") == "assistant"
@@ -232,10 +247,10 @@ def _prompt_and_completion(row: dict) -> list:
 
 
 def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> MessagesAndImages:
-    """Return the messages and images of a row by the names of its columns (``data.columns``).
+    """Return the messages and images of a row as ``columns`` describes it (``data.columns``).
 
     Args:
-        ignored: Keys of turns that are left out.
+        ignored: Keys of turns that are not read.
     """
     system = column_text(row, columns["system"]) if "system" in columns else None
     messages = [{"role": "system", "content": system}] if system else []
@@ -251,8 +266,11 @@ def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Me
 
 
 def _question_and_answer(row: dict, columns: Columns) -> list[dict]:
-    """Return the user's message, whose text may be empty if it has an image, and the answer if
-    there is a column for it."""
+    """Return the user's message and, if there is a column for the answer, the assistant's.
+
+    If the question is a list of columns that the row lacks, its text is empty, which is allowed in
+    a message with an image.
+    """
     question_columns = columns.get("question", [])
     if isinstance(question_columns, list):
         texts = [column_text(row, column) for column in question_columns]
@@ -260,35 +278,41 @@ def _question_and_answer(row: dict, columns: Columns) -> list[dict]:
     elif (question := column_text(row, question_columns)) is None:
         require_column(row, question_columns)
     if "answer" not in columns:
-        return _exchange(question)
+        return _messages_of_pair(question)
     answer = column_text(row, columns["answer"])
-    return _exchange(question, require_column(row, columns["answer"]) if answer is None else answer)
+    if answer is None:
+        answer = require_column(row, columns["answer"])
+    return _messages_of_pair(question, answer)
 
 
-def _exchange(question: Any, *answer: Any) -> list[dict]:
+def _messages_of_pair(question: Any, answer: Any = None) -> list[dict]:
     user = {"role": "user", "content": question}
-    return [user, *({"role": "assistant", "content": text} for text in answer)]
+    return [user] if answer is None else [user, {"role": "assistant", "content": answer}]
 
 
 def _turns_of(
     turns: Any, name: str, columns: Columns | None = None, ignored: Sequence[str] = ()
 ) -> list[dict]:
-    """Convert turns to messages: ``role``/``from`` messages, [question, answer] pairs, or objects
-    with the keys named by ``columns``."""
+    """Convert turns to messages.
+
+    A turn is a message with ``role`` or ``from``, a pair [question, answer], or an object whose
+    question and answer are under the keys that ``columns`` names.
+    """
     if not isinstance(turns, list):
         raise ValueError(f"{name} is {describe_value(turns)}; expected a list")
-    roles = [role for role in ("question", "answer") if columns and role in columns]
-    named = {key for role in roles for key in named_columns((columns or {})[role])}
+    columns = columns or {}
+    roles = [role for role in ("question", "answer") if role in columns]
+    turn_keys = {key for role in roles for key in named_columns(columns[role])}
 
     def read_turn(turn: Any) -> list[dict]:
-        if isinstance(turn, dict) and columns and "question" in columns:
-            unmapped = find_unmapped_columns(turn, {*named, *ignored})
-            refuse_keys(unmapped, sorted(named), "a turn", more=IGNORE_CURE)
+        if isinstance(turn, dict) and "question" in columns:
+            unmapped = find_unmapped_columns(turn, {*turn_keys, *ignored})
+            refuse_keys(unmapped, sorted(turn_keys), "a turn", more=IGNORE_CURE)
             return _question_and_answer(turn, columns)
         if isinstance(turn, dict):
             return [_message_of_turn(turn) if "from" in turn else turn]
         if isinstance(turn, list) and len(turn) == 2:
-            return _exchange(*(turn if turn[1] is not None else turn[:1]))
+            return _messages_of_pair(*turn)
         expected = '{"from": "human", "value": "..."} or [question, answer]'
         raise ValueError(f"is {describe_value(turn)}; expected {expected}")
 
@@ -296,7 +320,9 @@ def _turns_of(
 
 
 def _message_of_turn(turn: dict) -> dict:
-    refuse_keys((k for k in turn if k not in TRAIN_FLAGS), ("from", "value"), "a turn", TURN_CURES)
+    """Convert a turn of ShareGPT's format to a message."""
+    keys = (key for key in turn if key not in TRAIN_FLAGS)
+    refuse_keys(keys, ("from", "value"), "a turn", TURN_CURES)
     if "value" not in turn:
         raise ValueError('the key "value" is missing')
     speaker = turn["from"]

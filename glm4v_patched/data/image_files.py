@@ -22,13 +22,13 @@ IMAGE_KEY_RE = re.compile(
     re.IGNORECASE,
 )
 """Matches names of columns and keys that contain images."""
-# The beginning of a URL of a file, before its path: on Linux "/a.png", on Windows "C:/a.png".
+# Matches a file: URL up to its path, which is "/a.png" on Linux and "C:/a.png" on Windows.
 FILE_URL_RE = re.compile(r"file:(?://(?:localhost(?=/))?)?(?:/(?=[a-z]:[\\/]))?", re.IGNORECASE)
-URL_CURE = "expected a path: save the image beside the data, or set data.allow_urls: true"
+PATH_CURE = "expected a path: save the image beside the data"
 
 
 class FileStamp(NamedTuple):
-    """Size, times and digest of a data or image file when it was checked."""
+    """The size, times and digest that a data or image file had when it was checked."""
 
     path: str
     size: int
@@ -48,7 +48,8 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest)
 
     def has_changed(self) -> bool:
-        """Return whether the file is missing or has other content. Times alone are no change."""
+        """Return whether the file is missing or has other content. If only its times differ, it has
+        not changed."""
         times = file_times(self.path)
         if times == self[1:4]:
             return False
@@ -72,8 +73,9 @@ class ImageFiles:
         allow_urls: Whether images may be downloaded over http(s), from the public internet.
         store: Folder for files of images that are URLs or bytes; by default in the user's cache
             folder. Names of these files are digests, so that later runs find them again.
-        within: The folder that must contain the files that rows name; None allows any file.
-        root: Beginning that is removed from paths in rows (``data.image_root``).
+        allowed_folder: The folder that must contain all files that rows name; None allows any file.
+        image_root: Beginning that is removed from paths in rows (``data.image_root``), which are
+            then relative to ``folder``.
     """
 
     def __init__(
@@ -81,14 +83,14 @@ class ImageFiles:
         folder: str,
         allow_urls: bool = False,
         store: Path | None = None,
-        within: str | None = None,
-        root: str | None = None,
+        allowed_folder: str | None = None,
+        image_root: str | None = None,
     ):
         self.folder = os.path.abspath(folder)
         self.allow_urls = allow_urls
         self.store = store
-        self.within = within
-        self.root = None if root is None else root.replace("\\", "/").rstrip("/")
+        self.allowed_folder = allowed_folder
+        self.image_root = None if image_root is None else image_root.replace("\\", "/").rstrip("/")
 
     def path_of(self, image: Any) -> str:
         """Return the absolute path of an image's file.
@@ -118,15 +120,15 @@ class ImageFiles:
         return self._resolve_path(image)
 
     def _resolve_path(self, image: str) -> str:
-        """Return the absolute path for a path as rows write it."""
+        """Return the absolute path for a path or ``file:`` URL in a row."""
         if image[:6].lower() == "file:/":
             image = _path_of_file_url(image)
-        if self.root is not None:
-            length = len(self.root)
-            if image[: length + 1].replace("\\", "/") == self.root + "/":
+        if self.image_root is not None:
+            length = len(self.image_root)
+            if image[: length + 1].replace("\\", "/") == self.image_root + "/":
                 image = image[length:].lstrip("/\\")
         if "://" in image[:12]:
-            raise ValueError(f"image is {describe_value(image)}; {URL_CURE.partition(',')[0]}")
+            raise ValueError(f"image is {describe_value(image)}; {PATH_CURE}")
         if "\0" in image:
             raise ValueError(
                 f"image is {describe_value(image)}; a path must not contain a null character"
@@ -135,27 +137,31 @@ class ImageFiles:
             raise ValueError(
                 f"image is {describe_value(image)}, a folder; expected the path of a file"
             )
-        # abspath() would be slower: a third of the time of reading rows.
+        # abspath() is not used here, because it took a third of the time of reading rows.
         path = os.path.normpath(os.path.join(self.folder, image))
         if ("\\" in image or not image.isascii()) and not os.path.lexists(path):
             # Windows writes backslashes, and macOS stores an accent as a character of its own.
-            names = (unicodedata.normalize(f, image.replace("\\", "/")) for f in ("NFC", "NFD"))
+            slashed = image.replace("\\", "/")
+            names = (unicodedata.normalize(form, slashed) for form in ("NFC", "NFD"))
             paths = (os.path.normpath(os.path.join(self.folder, name)) for name in names)
             path = next(filter(os.path.lexists, paths), path)
         if not self.may_name(path):
             raise ValueError(
-                f"image is {describe_value(image)}, outside of {self.within}; a data set of the "
-                "Hub may only have images in its table, in itself, or in data.image_folder"
+                f"image is {describe_value(image)}, outside of {self.allowed_folder}; images of a "
+                "data set of the Hub must be in its tables, among its files, or in "
+                "data.image_folder"
             )
         return path
 
     def may_name(self, path: str) -> bool:
         """Return whether rows may name this path, whether or not the file exists."""
-        return self.within is None or is_within(path, self.within)
+        return self.allowed_folder is None or is_within(path, self.allowed_folder)
 
     def _download(self, url: str) -> str:
         if not self.allow_urls:
-            raise ValueError(f"image is {describe_value(url)}; {URL_CURE}")
+            raise ValueError(
+                f"image is {describe_value(url)}; {PATH_CURE}, or set data.allow_urls: true"
+            )
         name = f"url-{hashlib.sha256(url.encode()).hexdigest()}"
         path = self._store_folder() / name
         if path.is_file():
@@ -166,7 +172,7 @@ class ImageFiles:
 
     def _store_bytes(self, content: bytes) -> str:
         path = self._store_folder() / hashlib.sha256(content).hexdigest()
-        # Writing the file again would change its time, so that the image would be checked again.
+        # The file is not written again: with a new time, its image would be decoded again.
         if path.is_file() and path.stat().st_size == len(content):
             return str(path)
         return self._write(path, content)
@@ -183,7 +189,7 @@ class ImageFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        # A failed write is no error of the row, so ``data.on_bad: skip`` must not skip the row.
+        # A failed write is no problem of the row, so ``data.on_bad: skip`` must not skip the row.
         with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)
@@ -191,17 +197,19 @@ class ImageFiles:
 
 
 def _path_of_file_url(url: str) -> str:
-    """Return the path in a ``file:`` URL; its %20 may be an encoded blank or part of the name."""
+    """Return the path in a ``file:`` URL. "%20" in it may stand for a blank, or be part of the
+    file's name; the path that exists is returned."""
     undecoded = FILE_URL_RE.sub("", url)
-    paths = {path for path in (undecoded, url2pathname(undecoded)) if os.path.lexists(path)}
-    if len(paths) > 1:
-        raise ValueError(f"image is {describe_value(url)}, which may be {' or '.join(paths)}")
-    return next(iter(paths), url2pathname(undecoded))
+    decoded = url2pathname(undecoded)
+    existing = {path for path in (undecoded, decoded) if os.path.lexists(path)}
+    if len(existing) > 1:
+        raise ValueError(f"image is {describe_value(url)}, which may be {' or '.join(existing)}")
+    return next(iter(existing), decoded)
 
 
 def decode_data_url(url: str) -> bytes:
     """Return the bytes of a data URL; raise ``ValueError`` if it is not base64."""
-    head, comma, content = url.partition(",")
+    head, comma, content = url.partition(",")  # head: "data:image/png;base64"
     if not comma or not head.lower().endswith(";base64"):
         raise ValueError(f"image is {describe_value(url)}; expected data:image/...;base64,...")
     try:
@@ -212,12 +220,12 @@ def decode_data_url(url: str) -> bytes:
 
 
 def _require_image(url: str, content: bytes) -> None:
-    """Raise ``ValueError`` for a download that is not an image, so that it is not cached."""
+    """Raise ``ValueError`` if a downloaded content is not an image, so that it is not cached."""
     from .decoding import find_image_problem  # imports torch
 
     if problem := find_image_problem(content):
         beginning = describe_value(content[:40].decode("ascii", "replace"))
         raise ValueError(
-            f"the image {describe_value(url)} {problem}; its {len(content):,} bytes, which begin "
-            f"with {beginning}, are not cached: the next start downloads it again"
+            f"the image {describe_value(url)} {problem}. It has {len(content):,} bytes and begins "
+            f"with {beginning}. It is not cached: the next start downloads it again"
         )

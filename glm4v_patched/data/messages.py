@@ -13,8 +13,8 @@ A message has
   then be empty;
 - ``train``, only for the assistant: false for a turn that is context and not supervised.
 
-A conversation starts with the system or the user and ends with the assistant, and no turn is empty,
-because the chat template drops empty turns. The assistant may have two turns in a row if one of
+A conversation starts with the system or the user and ends with the assistant. No turn is empty,
+because the chat template drops empty turns. The assistant may have two successive turns if one of
 them has ``metadata``, such as a text and a tool call. A message with any other key is an error; no
 key is dropped silently. :func:`check_messages` converts the content of files to this form.
 """
@@ -32,10 +32,12 @@ TRAIN_FLAGS = ("train", "loss", "weight")
 """Keys that say whether a turn is supervised: this package's, ms-swift's and OpenAI's."""
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 """Keys under which a part of ``content`` may have its image."""
-QWEN_SIZES = ("resized_height", "resized_width", "min_pixels", "max_pixels")
-"""Keys that choose a resolution in Qwen-VL's parts; the model has only one."""
+QWEN_SIZE_KEYS = ("resized_height", "resized_width", "min_pixels", "max_pixels")
+"""Keys of an image's resolution in Qwen-VL's parts. They have no effect: the model has only one
+resolution."""
 IMAGE_PLACEHOLDER = object()
-"""Marks the position of an image in a message; the next of the row's images belongs there."""
+"""Stands for an image of a message that is one of the row's images. The placeholders take the row's
+images in order."""
 Draft = tuple[dict, list]
 """A message without its images, and the list of its images."""
 
@@ -58,7 +60,8 @@ MESSAGE_KEY_CURES = {
 # Image placeholders in files of other trainers: <image>, <image 1>, [IMG], <|image_pad|>,
 # <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. HTML's
 # <img src=...> and Markdown's ![...](...) are text. Possessive quantifiers (++, *+) prevent
-# backtracking, with which 60,000 blanks would take a minute, and "<image" with 40 digits for ever.
+# backtracking. With backtracking, 60,000 blanks would take a minute, and "<image" followed by 40
+# digits would never end.
 IMAGE_PLACEHOLDER_RE = re.compile(
     r"(?:<|\[|&lt;)\s*+[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
     r"(?:here|[\s_:-]*+(?:pad|soft|token|placeholder|start|end|\d++))*+"
@@ -75,6 +78,7 @@ EDGE_PLACEHOLDERS_RE = re.compile(
 )
 SURROGATE_RE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 MAX_KEYS_LISTED = 20
+# Turns a message with tools into one text, which is searched for surrogates.
 MESSAGE_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str, allow_nan=False)
 # Which roles may follow each role; None is the beginning.
 NEXT_ROLES = {
@@ -89,8 +93,8 @@ NEXT_ROLES = {
 def check_messages(
     messages: Any, for_training: bool = True, images: list | None = None
 ) -> list[dict]:
-    """Return messages in the form that the module's docstring describes. Their images are still
-    those of the file: relative paths, URLs or bytes.
+    """Return messages in the form that the module's docstring describes, except that images are as
+    the file has them: relative paths, URLs or bytes.
 
     Args:
         messages: Messages of a file, in the same form or in that of OpenAI's API, TRL, ms-swift or
@@ -105,7 +109,8 @@ def check_messages(
     if not isinstance(messages, list) or not messages:
         shortest = 2 if for_training else 1
         raise ValueError(
-            f"messages is {describe_value(messages)}; expected a list of at least {shortest}"
+            f"messages is {describe_value(messages)}; expected a list of at least {shortest} "
+            f"{'messages' if for_training else 'message'}"
         )
     drafts = read_each(messages, "message", _draft_message)
     _assign_images(drafts, images)
@@ -117,7 +122,11 @@ def check_messages(
 def read_each(
     values: Sequence[Any], name: str, read: Callable[[Any], Any], context: str = ""
 ) -> list:
-    """Return ``read(value)`` for each value; add the value's number to its ``ValueError``."""
+    """Return ``read(value)`` for each value.
+
+    A ``ValueError`` gets a prefix of ``name``, the value's number and ``context``, such as "turn 2
+    of 3 of conversations".
+    """
     results = []
     for number, value in enumerate(values, start=1):
         try:
@@ -138,15 +147,15 @@ def images_of(messages: Sequence[dict]) -> list[str]:
     return images
 
 
-def replace_images(messages: Sequence[dict], new: Callable[[str], Any]) -> list[dict]:
-    """Return a copy of a conversation whose images are replaced by ``new(image)``."""
+def replace_images(messages: Sequence[dict], convert: Callable[[str], Any]) -> list[dict]:
+    """Return a copy of a conversation with ``convert(image)`` in place of each image."""
     replaced = []
     for message in messages:
         if "image" in message:
-            message = message | {"image": new(message["image"])}
+            message = message | {"image": convert(message["image"])}
         if isinstance(message["content"], list):
             parts = [
-                part | {"image": new(part["image"])} if part["type"] == "image" else part
+                part | {"image": convert(part["image"])} if part["type"] == "image" else part
                 for part in message["content"]
             ]
             message = message | {"content": parts}
@@ -163,7 +172,7 @@ def text_of(message: dict) -> str:
 
 
 def drop_train_flags(messages: Sequence[dict]) -> list[dict]:
-    """Return the messages without ``train``, as the processor takes them."""
+    """Return the messages without ``train``, a key that the processor does not accept."""
     return [{k: v for k, v in message.items() if k != "train"} for message in messages]
 
 
@@ -179,12 +188,13 @@ def refuse_keys(
     cures: dict[str, str] | None = None,
     more: str = "",
 ) -> None:
-    """Raise ``ValueError`` for unknown keys, with what to write instead.
+    """Raise ``ValueError`` if any of ``keys`` is not in ``known``; the message says what to write.
 
     Args:
         owner: Words for the object that has the keys, such as "a message".
-        cures: What to write instead, by unknown key. The first unknown key in ``cures`` decides.
-        more: Text to add to the default cure, which is used if no unknown key is in ``cures``.
+        cures: What to write instead, by unknown key. The first unknown key in ``cures`` decides. If
+            none is in ``cures``, the message lists the known keys.
+        more: Text that follows the list of known keys.
     """
     unknown = [key for key in keys if key not in known]
     if unknown:
@@ -196,6 +206,7 @@ def refuse_keys(
 
 
 def _draft_message(message: Any) -> Draft:
+    """Check a message of a file, and separate its images from it."""
     if not isinstance(message, dict):
         raise ValueError(
             f'is {describe_value(message)}; expected {{"role": "user", "content": "..."}}'
@@ -239,10 +250,10 @@ def _train_flag(message: dict) -> dict:
     if len(flags) > 1:
         raise ValueError(f"has {' and '.join(flags)}, which mean the same: keep one of them")
     for key in flags:
-        is_number = key == "weight"  # 0 or 1 in OpenAI's format
-        if isinstance(message[key], bool) is is_number or message[key] not in (0, 1):
-            expected = "0 or 1" if is_number else "true or false"
-            raise ValueError(f"{key} is {describe_value(message[key])}; expected {expected}")
+        value, is_weight = message[key], key == "weight"
+        if value not in (0, 1) or isinstance(value, bool) is is_weight:
+            expected = "0 or 1" if is_weight else "true or false"
+            raise ValueError(f"{key} is {describe_value(value)}; expected {expected}")
         if message["role"] != "assistant":
             raise ValueError(
                 f"has {key} and the role {message['role']}: the model is trained only on the "
@@ -257,12 +268,13 @@ def _check_tools(tools: Any, role: str) -> None:
     if not isinstance(tools, list) or not tools:
         raise ValueError(f"tools is {describe_value(tools)}; expected a list of functions")
     for number, tool in enumerate(tools, start=1):
-        described = tool if isinstance(tool, dict) else {}
-        function = described.get("function", tool)
+        # A tool is {"type": "function", "function": FUNCTION}, or only FUNCTION.
+        wrapper = tool if isinstance(tool, dict) else {}
+        function = wrapper.get("function", tool)
         name = function.get("name") if isinstance(function, dict) else None
-        others = described.keys() - {"type", "function"} if "function" in described else ()
-        is_function = isinstance(name, str) and name.strip() and not others
-        if not is_function or described.get("type", "function") != "function":
+        extra_keys = wrapper.keys() - {"type", "function"} if "function" in wrapper else ()
+        is_function = isinstance(name, str) and name.strip() and not extra_keys
+        if not is_function or wrapper.get("type", "function") != "function":
             raise ValueError(
                 f"tool {number} of {len(tools)} is {shorten(json.dumps(tool, default=str))}; "
                 'expected {"type": "function", "function": {"name": "...", ...}}'
@@ -270,8 +282,9 @@ def _check_tools(tools: Any, role: str) -> None:
 
 
 def _check_metadata(metadata: Any, role: str) -> None:
-    is_line = isinstance(metadata, str) and not re.search(r"[\r\n]", metadata)
-    if not is_line or IMAGE_PLACEHOLDER_RE.search(metadata) or (metadata and role != "assistant"):
+    is_one_line = isinstance(metadata, str) and not re.search(r"[\r\n]", metadata)
+    is_misplaced = bool(metadata) and role != "assistant"
+    if not is_one_line or IMAGE_PLACEHOLDER_RE.search(metadata) or is_misplaced:
         raise ValueError(
             f"metadata is {describe_value(metadata)}, in a message of {role}; expected the name of "
             "the tool that the assistant calls, on one line"
@@ -279,24 +292,25 @@ def _check_metadata(metadata: Any, role: str) -> None:
 
 
 def _read_parts(parts: list) -> tuple[str, list]:
-    """Return the text and the images of parts as in OpenAI's API."""
-    read_parts = read_each(parts, "part", _read_content_part)
-    texts = [part for part in read_parts if isinstance(part, str)]
-    order = "".join(
-        "t" if isinstance(part, str) else "i"
-        for part in read_parts
-        if not isinstance(part, str) or part.strip()
-    )
+    """Return the text and the images of a list of parts, which is OpenAI's form of a content."""
+    texts, images, order = [], [], ""  # order: such as "iit" for two images and a text
+    for value in read_each(parts, "part", _read_content_part):
+        if isinstance(value, list):
+            images += value
+            order += "i"
+        else:
+            texts.append(value)
+            order += "t" if value.strip() else ""
     if re.search("ti+t", order):
         raise ValueError(
             "an image is between two texts: the model sees all images of a message before its "
             "text; write the images first"
         )
-    return "".join(texts), [part[0] for part in read_parts if not isinstance(part, str)]
+    return "".join(texts), images
 
 
 def _read_content_part(part: Any) -> str | list:
-    """Return the text of a part, or a list of its one image."""
+    """Return the text of a part, or a list with its image. (The image itself may be a string.)"""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         refuse_keys(part, ("type", "text"), "a part")
@@ -305,13 +319,13 @@ def _read_content_part(part: Any) -> str | list:
         return part["text"]
     if kind not in ("image", "image_url"):
         raise ValueError(f"has the type {describe_value(kind)}; expected text or image")
-    refuse_keys(part, ("type", *IMAGE_SOURCES, *QWEN_SIZES), "a part")
+    refuse_keys(part, ("type", *IMAGE_SOURCES, *QWEN_SIZE_KEYS), "a part")
     keys = [key for key in IMAGE_SOURCES if part.get(key) is not None]
     if len(keys) > 1:
         raise ValueError(f"has its image under {' and '.join(keys)}: keep one of them")
     image = part[keys[0]] if keys else IMAGE_PLACEHOLDER
     if isinstance(image, dict) and "url" in image:
-        # OpenAI's "detail" chooses a resolution; the model has only one.
+        # OpenAI's "detail" is a resolution. It has no effect: the model has only one.
         refuse_keys(image, ("url", "detail"), "an image_url")
         image = image["url"]
     elif keys == ["base64"] and isinstance(image, str) and not image.startswith("data:"):
@@ -320,23 +334,24 @@ def _read_content_part(part: Any) -> str | list:
 
 
 def _assign_images(drafts: list[Draft], images: list | None) -> None:
-    """Assign the row's images to the placeholders in its messages, in order; without placeholders,
-    to the first user message."""
+    """Assign the row's images, in order, to the placeholders in its messages; if there are no
+    placeholders, assign all of them to the first user message."""
     user_drafts = [draft for draft in drafts if draft[0]["role"] == "user"]
-    for message, message_images in user_drafts if images is not None else ():
-        if not message_images:
-            number = len(IMAGE_PLACEHOLDER_RE.findall(message["content"]))
-            message_images += [IMAGE_PLACEHOLDER] * number
+    if images is not None:
+        for message, message_images in user_drafts:
+            if not message_images:
+                num_in_text = len(IMAGE_PLACEHOLDER_RE.findall(message["content"]))
+                message_images += [IMAGE_PLACEHOLDER] * num_in_text
     row_images = images or []
     if user_drafts and not any(message_images for _, message_images in drafts):
         user_drafts[0][1].extend(row_images)
         return
-    placeholders = sum(
+    num_placeholders = sum(
         image is IMAGE_PLACEHOLDER for _, message_images in drafts for image in message_images
     )
-    if placeholders != len(row_images):
+    if num_placeholders != len(row_images):
         raise ValueError(
-            f"the row has {len(row_images)} images, but its messages have {placeholders} image "
+            f"the row has {len(row_images)} images, but its messages have {num_placeholders} image "
             "placeholders (<image>); write one <image> for each image, at the beginning of the "
             'user\'s message that shows it, or put it into that message: "image": "a.png"'
         )
@@ -354,7 +369,7 @@ def _finish_message(draft: Draft) -> dict:
     if images and role != "user":
         raise ValueError(
             f"has an image and the role {role}: only user messages have images; move it to the "
-            "user's message before"
+            "user's message before this one"
         )
     text = _strip_image_placeholders(message["content"], role, len(images))
     if not text.strip() and not (images or "tools" in message):
@@ -363,9 +378,9 @@ def _finish_message(draft: Draft) -> dict:
             "remove the row"
         )
     message = message | {"content": text}
-    # Image paths may contain halves, because the name of a file may consist of any bytes.
-    characters = MESSAGE_ENCODER.encode(message) if "tools" in message else text
-    if surrogate := SURROGATE_RE.search(characters + message.get("metadata", "")):
+    # Image paths are not searched: Python represents their bytes that are not UTF-8 by surrogates.
+    searched = MESSAGE_ENCODER.encode(message) if "tools" in message else text
+    if surrogate := SURROGATE_RE.search(searched + message.get("metadata", "")):
         raise ValueError(
             f"contains {ascii(surrogate[0])}, half of a surrogate pair and not a character: add "
             "the other half, or remove it"
@@ -407,15 +422,15 @@ def _check_turns(messages: list[dict], for_training: bool) -> None:
             f"ends with a message of {roles[-1]}; expected one of the assistant, to train on"
         )
     for index, (previous, role) in enumerate(zip([None, *roles], roles, strict=False)):
-        has_tool_call = any(
+        has_tool_call = any(  # this message or the previous one
             message.get("metadata") for message in messages[max(index - 1, 0) : index + 1]
         )
         if role in NEXT_ROLES[previous] or (previous == role == "assistant" and has_tool_call):
             continue
-        where = "at the beginning" if previous is None else f"after one of {previous}"
-        cure = "; join the two" if previous == role else ""
+        where = "at the beginning" if previous is None else f"after {previous}"
+        cure = "; join the two messages" if previous == role else ""
         raise ValueError(
-            f"message {index + 1} of {len(roles)} is one of {role}, {where}; expected "
+            f"message {index + 1} of {len(roles)} has the role {role}, {where}; expected "
             f"{' or '.join(NEXT_ROLES[previous])}{cure}"
         )
     supervised = supervised_turns(messages)

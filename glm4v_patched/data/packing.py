@@ -1,8 +1,7 @@
 """Packing: several conversations in one sequence, each computed as if it were alone.
 
-:func:`pack_best_fit` assigns conversations to sequences before training, and
-:class:`PackingCollator` concatenates the sequences of a batch: no sequence is padded, and batches
-have similar sizes.
+:func:`pack_best_fit` assigns conversations to sequences before training, so that all sequences have
+similar lengths. :class:`PackingCollator` concatenates the sequences of a batch without padding.
 """
 
 from bisect import bisect_left, insort
@@ -19,8 +18,8 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Assign conversations to packs of at most ``max_length`` tokens, by best-fit decreasing bin
     packing.
 
-    Each conversation, the longest first, goes to the fullest pack in which it fits. The result is
-    deterministic.
+    A pack is a list of conversations that are concatenated to one sequence. Each conversation, the
+    longest first, goes to the fullest pack in which it fits. The result is deterministic.
 
     Args:
         lengths: Tokens of each conversation, with image placeholders expanded
@@ -32,7 +31,7 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     Raises:
         ValueError: Some conversations are longer than a pack.
     """
-    too_long = [number for number, length in enumerate(lengths) if length > max_length]
+    too_long = [index for index, length in enumerate(lengths) if length > max_length]
     if too_long:
         raise ValueError(
             f"{len(too_long)} of {len(lengths)} conversations do not fit into a packed sequence; "
@@ -41,24 +40,25 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
             "the long conversations"
         )
     packs: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, pack), the fullest first
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        index = bisect_left(free, (lengths[number], 0))
-        if index < len(free):
-            free_tokens, pack = free.pop(index)
+    free_space: list[tuple[int, int]] = []  # (free tokens, index of the pack), the fullest first
+    for conversation in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[conversation]
+        position = bisect_left(free_space, (length, 0))
+        if position < len(free_space):
+            free_tokens, pack = free_space.pop(position)
         else:
             free_tokens, pack = max_length, len(packs)
             packs.append([])
-        packs[pack].append(number)
-        insort(free, (free_tokens - lengths[number], pack))
+        packs[pack].append(conversation)
+        insort(free_space, (free_tokens - length, pack))
     return packs
 
 
 class PackedDataset(Sequence):
-    """A torch data set of packs of conversations, each read on access.
+    """A torch data set whose items are packs: lists of conversations, which are read on access.
 
     Args:
-        packs: From :func:`pack_best_fit`.
+        packs: The indices of the conversations in each pack, from :func:`pack_best_fit`.
     """
 
     def __init__(self, conversations: Sequence[list[dict]], packs: list[list[int]]):
@@ -68,24 +68,21 @@ class PackedDataset(Sequence):
         return len(self.packs)
 
     def __getitem__(self, index):
-        return [self.conversations[number] for number in self.packs[index]]
+        return [self.conversations[conversation] for conversation in self.packs[index]]
 
 
 class PackingCollator(ConversationCollator):
-    """Concatenates packs of conversations into one sequence, with the labels of
-    :class:`ConversationCollator`.
+    """Concatenates all packs of a batch to one sequence without padding, as flash attention for
+    sequences of variable length expects it. Labels are those of :class:`ConversationCollator`."""
 
-    All packs of a batch become one sequence without padding, as flash attention takes it.
-    """
-
-    def __call__(  # type: ignore[override]  # takes packs of conversations
+    def __call__(  # type: ignore[override]  # its argument is a list of packs
         self, packs: list[list[list[dict]]]
     ) -> dict[str, Tensor]:
         """Return ``input_ids``, ``position_ids`` and ``labels`` ``(1, L)``, and ``pixel_values`` if
         there is an image.
 
-        There is no mask. The model finds the boundaries of conversations by their position ids,
-        which restart at each conversation.
+        There is no attention mask. The model finds the boundaries of conversations by the position
+        ids, which restart at 0 in each conversation.
         """
         conversations = [conversation for pack in packs for conversation in pack]
         sequences, images = self.encode(conversations)

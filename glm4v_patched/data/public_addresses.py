@@ -1,9 +1,10 @@
 """IP addresses of the public internet, by IANA's registries of special addresses.
 
-``ipaddress.is_global`` differs between Python 3.11.7, 3.12 and 3.13. The registries are
-https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry; this
-table was written without access to them and has not been compared line by line. Special ranges that
-are reachable (anycast of AS112, AMT, TURN, PCP) count as not public: they serve no images.
+``ipaddress.is_global`` is not used, because its results differ between Python 3.11.7, 3.12 and
+3.13. The registries are https://www.iana.org/assignments/iana-ipv4-special-registry and
+iana-ipv6-special-registry. These tables were written without access to them and have not been
+compared with them line by line. Special ranges that can be reached (anycast of AS112, AMT, TURN,
+PCP) count as not public, because they serve no images.
 """
 
 import ipaddress
@@ -34,7 +35,7 @@ NOT_PUBLIC_V4 = [
     IPv4("161.26.0.0/16"),  # IBM Cloud's services
     IPv4("166.8.0.0/14"),  # IBM Cloud's services
 ]
-# Other addresses are loopback, private, link-local, multicast, NAT64 or not assigned.
+# IPv6 addresses outside of it are loopback, private, link-local, multicast, NAT64 or unassigned.
 PUBLIC_V6 = IPv6("2000::/3")
 NOT_PUBLIC_V6 = [
     IPv6("2001::/23"),  # protocol assignments: Teredo, ORCHID, benchmarks

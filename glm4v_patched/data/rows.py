@@ -30,12 +30,13 @@ from .source import DataSource, find_source_problem
 from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, file_kind, read_text
 
 ROWS_CURE = (
-    "correct these rows (image paths are relative to the file's folder or to data.image_folder; if "
-    "images were moved, set data.image_root to the beginning of the old paths, and "
-    "data.image_folder to what replaces it; answer and evaluate: --image-root, --image-folder)"
+    "correct these rows. Image paths are relative to the file's folder, or to data.image_folder. "
+    "If images were moved, set data.image_root to the beginning of the old paths, and "
+    "data.image_folder to the folder that replaces it (answer and evaluate: --image-root and "
+    "--image-folder)"
 )
 MAX_PROBLEMS_LISTED = 20
-MAX_LINES_LISTED = 8  # lines listed for one problem that several rows have
+MAX_LINES_LISTED = 8  # line numbers listed for a problem that several rows share
 
 
 class ConversationRow(NamedTuple):
@@ -52,9 +53,9 @@ class ConversationRow(NamedTuple):
 
 
 def read_conversations(path: str | Path | DataSource) -> list[list[dict]]:
-    """Read a set of conversations in which every row must be usable. Image paths become absolute.
+    """Read conversations from a source whose rows must all be usable. Image paths become absolute.
 
-    Images must exist and are not opened: :mod:`check` decodes them.
+    Image files must exist. They are not opened; :mod:`check` decodes them.
 
     Raises:
         ValueError: Some rows cannot be used (the message lists up to 20), or there are none.
@@ -75,6 +76,7 @@ def require_first_rows(sources: Sequence[DataSource]) -> None:
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
+            # One row more than can be listed shows whether the source has further rows.
             rows, problems = split_usable_rows(islice(iter_rows(source), MAX_PROBLEMS_LISTED + 1))
             if not rows:
                 is_complete = len(problems) <= MAX_PROBLEMS_LISTED
@@ -103,10 +105,10 @@ def split_usable_rows(
 def describe_problems(
     path: str | Path | DataSource, problems: list[RowProblem], num_rows: int | None
 ) -> str:
-    """Return a report of up to 20 different problems, with file and lines.
+    """Return a report of up to 20 different problems, with the file and the lines of each.
 
     Args:
-        num_rows: How many rows were read in total; None if only the first rows were read.
+        num_rows: Number of rows that were checked; None if only the first few rows were read.
     """
     source = as_source(path)
     summary = f"none of its first {len(problems):,} rows can be used"
@@ -115,16 +117,16 @@ def describe_problems(
     by_text: dict[str, list[RowProblem]] = {}
     for problem in problems:
         by_text.setdefault(problem.text, []).append(problem)
-    lines, prefix = [f"{source.path}: {summary}:"], location_prefix(source)
+    report, prefix = [f"{source.path}: {summary}:"], location_prefix(source)
     for first, *others in islice(by_text.values(), MAX_PROBLEMS_LISTED):
         also = listed([other.line for other in others], MAX_LINES_LISTED)
-        lines.append(f"  {prefix}{first.line}: {first.text}{f'; also {also}' if others else ''}")
-    more = sum(map(len, islice(by_text.values(), MAX_PROBLEMS_LISTED, None)))
-    return "\n".join(lines) + (f"\n  and {more:,} more" if more else "")
+        report.append(f"  {prefix}{first.line}: {first.text}{f'; also {also}' if others else ''}")
+    num_unlisted = sum(map(len, islice(by_text.values(), MAX_PROBLEMS_LISTED, None)))
+    return "\n".join(report) + (f"\n  and {num_unlisted:,} more" if num_unlisted else "")
 
 
 def row_location(source: DataSource, line: int) -> str:
-    """Return where a row is, for messages: file and line, or file and row number."""
+    """Return the location of a row for messages: the file, and the line or the row's number."""
     return f"{location_prefix(source)}{line}"
 
 
@@ -141,7 +143,8 @@ def as_source(path: str | Path | DataSource) -> DataSource:
 def iter_rows(
     path: str | Path | DataSource, for_training: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[ConversationRow | RowProblem]:
-    """Yield each row in order, or its problem. Blank lines are not rows.
+    """Yield the rows of a source in order. A row that cannot be used is yielded as its problem.
+    Blank lines are not rows.
 
     Args:
         for_training: Whether each row must end with an answer of the assistant.
@@ -153,18 +156,21 @@ def iter_rows(
     source = as_source(path)
     if problem := find_source_problem(source):  # before it is opened: a pipe would block
         raise ValueError(f"{source.path}: {problem}")
-    reader, number = _RowReader(source, for_training), -1
+    reader = _RowReader(source, for_training)
+    shard_index, num_shards = shard
 
-    def must_parse(number: int) -> bool:  # rows of other shards, too, until one shows the format
-        return number % shard[1] == shard[0] or not reader.has_fixed_format
+    def must_parse(index: int) -> bool:
+        # Rows of other shards are parsed, too, until one of them shows the format.
+        return index % num_shards == shard_index or not reader.has_fixed_format
 
     rows = islice(_raw_rows(source, must_parse), source.max_samples)
-    for number, (line, row) in enumerate(rows):
-        if must_parse(number):
+    index = -1
+    for index, (line, row) in enumerate(rows):
+        if must_parse(index):
             result = reader.read(line, row)
-            if number % shard[1] == shard[0]:
+            if index % num_shards == shard_index:
                 yield result
-    if number < 0:
+    if index < 0:
         raise ValueError(f"{source.path}: it contains 0 rows; expected at least 1")
 
 
@@ -178,29 +184,34 @@ def image_folder_of(source: DataSource) -> str:
 
 
 class _RowReader:
-    """Turns raw rows of a source into conversations: by ``columns`` or ``format`` of the source, or
-    by the format of the first row that matches a format."""
+    """Converts rows of a source to conversations.
+
+    The source's ``columns`` or ``format`` say how to read them. If it sets neither, the first row
+    that matches a known format decides.
+    """
 
     def __init__(self, source: DataSource, for_training: bool):
         self.source, self.for_training = source, for_training
         self.format = None if source.format == "auto" else source.format
         folder = image_folder_of(source)
         # Rows from the Hub must not name files of this machine.
-        within = None if source.is_local else folder
-        self.files = ImageFiles(folder, source.allow_urls, within=within, root=source.image_root)
+        allowed_folder = None if source.is_local else folder
+        self.image_files = ImageFiles(
+            folder, source.allow_urls, allowed_folder=allowed_folder, image_root=source.image_root
+        )
         columns = source.columns or {}
-        # The column of the role "turns" has a list of objects. "question" and "answer" then name
-        # keys of these objects, not columns.
-        turn_keys = ("question", "answer") if "turns" in columns else ()
-        mapped = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
+        # The column of the role "turns" has a list of objects. The roles "question" and "answer"
+        # then name keys of these objects, not columns.
+        turn_roles = ("question", "answer") if "turns" in columns else ()
+        mapped = [named_columns(value) for role, value in columns.items() if role not in turn_roles]
         self.mapped_or_ignored = {*chain(*mapped), *source.ignore}
         self.descriptions: dict[tuple[str, ...], str] = {}
-        """Messages about unknown columns and formats. Rows with the same keys share the message of
-        the first of them."""
+        """Messages about unknown columns and formats, by the keys of the row. Rows with the same
+        keys share a message, so that a report lists them as one problem."""
 
     @property
     def has_fixed_format(self) -> bool:
-        """Whether it is known by which columns or format all further rows are read."""
+        """Whether the columns or the format of all further rows are known."""
         return bool(self.source.columns or self.format)
 
     def read(self, line: int, row: Any) -> ConversationRow | RowProblem:
@@ -218,13 +229,14 @@ class _RowReader:
             raise ValueError(f'is {describe_value(row)}; expected {{"messages": [...]}}')
         messages, images = self._messages_and_images(row)
         checked = check_messages(messages, self.for_training, images)
-        checked = replace_images(checked, self.files.path_of)
+        checked = replace_images(checked, self.image_files.path_of)
         if self.source.boxes:
+            # "objects" is ms-swift's key for boxes; placeholders in texts mark their positions.
             reads_objects = not self.source.columns and "objects" not in self.source.ignore
-            objects = row.get("objects") if reads_objects else None  # ms-swift's
+            objects = row.get("objects") if reads_objects else None
             stated_size = row.get("width"), row.get("height")
             checked = convert_boxes(checked, self.source.boxes, objects, stated_size)
-        require_no_missing_media(row, checked, self.source, self.files)
+        require_no_missing_media(row, checked, self.source, self.image_files)
         return checked
 
     def _messages_and_images(self, raw: dict) -> MessagesAndImages:
@@ -240,7 +252,7 @@ class _RowReader:
             return result
         row = {key: value for key, value in row.items() if value is not EMPTY_CELL}
         if self.source.boxes:
-            row.pop("objects", None)  # convert_boxes reads it from the unchanged row
+            row.pop("objects", None)  # convert_boxes() reads it from the row as stored in the file
         self.format = self.format or find_format(row)
         if self.format is None:
             keys = tuple(raw)
@@ -249,10 +261,10 @@ class _RowReader:
 
 
 def _raw_rows(source: DataSource, must_parse: Callable[[int], bool]) -> NumberedRows:
-    """Yield the line of each row and its value as stored in the file, or its problem.
+    """Yield the line of each row with its value as stored in the file, or with its problem.
 
     Args:
-        must_parse: As in :func:`read_text`.
+        must_parse: As in :func:`text_rows.read_text`.
     """
     path = Path(source.path)
     if source.is_local and path.is_file() and (kind := file_kind(path)) != "table":

@@ -21,10 +21,10 @@ MAX_WEIGHT = 1_000_000
 CSV_SUFFIXES = (".csv", ".tsv")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".tar")
 DATA_SUFFIXES = (".json", ".jsonl", *TABLE_SUFFIXES, *CSV_SUFFIXES)
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 LLAMA_FACTORY_INFO = "dataset_info.json"
-"""The file that describes the data sets of a LLaMA-Factory folder; ``save_to_disk`` of ``datasets``
-writes a different file of this name."""
+"""The file that describes the data sets of a LLaMA-Factory folder. ``save_to_disk`` of ``datasets``
+writes a file of the same name with other content."""
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 """Files that ``save_to_disk`` of ``datasets`` writes for a data set, and for several splits."""
 FOLDER_CURE = (
@@ -35,24 +35,25 @@ FOLDER_CURE = (
 
 @dataclass(frozen=True)
 class DataSource:
-    """One set of rows, and how to read it.
+    """One data set of a recipe, and how to read its rows.
 
     Attributes:
         path: A file, a folder (written by ``save_to_disk``, or with data files or images in it), or
             an id of the Hub.
         format: A name from :data:`formats.ROW_FORMATS`, or "auto".
         weight: How many times each row occurs in an epoch.
-        split, subset, revision: Which part and commit of a folder or of a data set on the Hub is
-            read; the split defaults to "train".
+        split, subset: Which part of a folder or of a data set of the Hub is read; the split
+            defaults to "train".
+        revision: Which commit of a data set of the Hub is read.
         image_folder: The folder to which image paths are relative; defaults to the folder of the
             file.
-        image_root: Beginning of image paths in rows. ``image_folder`` replaces it.
+        image_root: Beginning of image paths in rows that ``image_folder`` replaces.
         ignore: Keys of rows that are not read.
         allow_urls: Whether images may be downloaded over http(s).
         columns: Which columns are the question, the answer and the images (:mod:`columns`).
         max_samples: Only this many rows are read, from the start.
-        boxes: The unit and order of the numbers of boxes (:data:`boxes.BOX_FORMATS`), which are
-            converted to thousandths; None leaves texts as they are.
+        boxes: The format of boxes in texts (:data:`boxes.BOX_FORMATS`), which are converted to
+            thousandths; None leaves texts as they are.
     """
 
     path: str
@@ -82,22 +83,24 @@ class DataSource:
 
 
 def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
-    """Return the folders that a source is read from, each with its description, for
+    """Return the folders that a source is read from, as pairs of a description and a path, for
     :func:`paths.require_apart`.
 
-    An ``image_folder`` that contains the source itself, such as ``.``, is left out: it only
-    completes relative paths.
+    An ``image_folder`` that contains the source itself, such as ``.``, is left out: it may only be
+    the folder to which paths are relative.
     """
-    folders, images = [(f"a folder of {name}", source.path)], source.image_folder
-    if images is not None and not is_within(source.path, images):
-        folders.append(("an image_folder", images))
+    folders = [(f"a folder of {name}", source.path)]
+    image_folder = source.image_folder
+    if image_folder is not None and not is_within(source.path, image_folder):
+        folders.append(("an image_folder", image_folder))
     return folders
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the lower-case suffix of a file's name; of ``rows.csv.gz``, it is ``.csv``."""
+    """Return the lower-case suffix of a file's name without that of a compression: ``.csv`` for
+    ``rows.csv.gz``."""
     name = str(path).lower()
-    for suffix in COMPRESSED:
+    for suffix in COMPRESSED_SUFFIXES:
         name = name.removesuffix(suffix)
     return os.path.splitext(name)[1]
 
@@ -110,8 +113,8 @@ def find_path_problem(path: str) -> str | None:
             return next((f"{file}: {problem}" for file, problem in problems if problem), None)
         return "there is no such file" if DataSource(path).is_local else None
     if os.path.isdir(path):
-        known = DATA_SUFFIXES + IMAGE_SUFFIXES
-        files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in known]
+        suffixes = DATA_SUFFIXES + IMAGE_SUFFIXES
+        files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in suffixes]
         if not files:
             return f"this folder contains no data set; {FOLDER_CURE}"
         unreadable = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]
@@ -120,8 +123,9 @@ def find_path_problem(path: str) -> str | None:
         return "not a regular file, but a broken link, a pipe, a socket or a device"
     if not os.access(path, os.R_OK):
         return "no permission to read it"
-    if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz", ".txz")):
-        return f"a compressed archive, which is not read; unpack it: tar -xf {path} -C FOLDER"
+    compressed_tar = tuple(f".tar{suffix}" for suffix in COMPRESSED_SUFFIXES)
+    if path.lower().endswith((*compressed_tar, ".tgz", ".txz")):
+        return f"a compressed archive, which cannot be read; unpack it: tar -xf {path} -C FOLDER"
     return None if os.path.getsize(path) else "it is empty"
 
 
@@ -139,12 +143,14 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
     """Return whether a glob pattern may match files that are written to ``folder`` or below it."""
     if not glob.has_magic(pattern) or os.path.lexists(pattern):
         return False
-    pattern_names = os.path.abspath(pattern).split(os.sep)[:-1]
+    pattern_names = os.path.abspath(pattern).split(os.sep)[:-1]  # without the file's name
     literal_names = [*itertools.takewhile(lambda name: not glob.has_magic(name), pattern_names)]
+    # Links are resolved in the names before the first wildcard, and in the folder.
     pattern_names[: len(literal_names)] = os.path.realpath(
         os.sep.join(literal_names) or os.sep
     ).split(os.sep)
     folder_names = os.path.realpath(folder).split(os.sep)
+    # If the folder matches a beginning of the pattern, the rest may match a path below the folder.
     return any(
         matches_pattern(folder_names, pattern_names[:length])
         for length in range(len(literal_names), len(pattern_names) + 1)
@@ -157,8 +163,8 @@ def is_saved_to_disk(path: str) -> bool:
 
 
 def find_source_problem(source: DataSource) -> str | None:
-    """Return why a source cannot be read (:func:`find_path_problem`), or which of its fields would
-    have no effect; None if there is no problem."""
+    """Return why a source cannot be read (:func:`find_path_problem`), which of its fields has no
+    effect, or which of its fields contradict each other; None if there is no problem."""
     if path_problem := find_path_problem(source.path):
         return path_problem
     supported: tuple[str, ...] = ("split", "subset")
@@ -170,8 +176,8 @@ def find_source_problem(source: DataSource) -> str | None:
         supported = () if os.path.isfile(os.path.join(source.path, STATE_FILE)) else ("split",)
     elif os.path.isfile(os.path.join(source.path, LLAMA_FACTORY_INFO)):
         return (
-            f"LLaMA-Factory's folder, whose {LLAMA_FACTORY_INFO} is not read; name the file of one "
-            "of its data sets, and its columns: {path: FILE, columns: {...}}"
+            f"a folder of LLaMA-Factory, whose {LLAMA_FACTORY_INFO} is not read; name the file of "
+            "one of its data sets, and its columns: {path: FILE, columns: {...}}"
         )
     for name in ("split", "subset", "revision"):
         if name not in supported and (value := getattr(source, name)) is not None:
@@ -182,13 +188,11 @@ def find_source_problem(source: DataSource) -> str | None:
             f"has both columns and format: {source.format}, which defines the columns; set only "
             "one of them"
         )
-    named_keys = (
-        name for template in (source.columns or {}).values() for name in named_columns(template)
-    )
-    in_both = next((name for name in named_keys if name in source.ignore), None)
-    return (
-        in_both and f"{quoted(in_both)} is in both columns and ignore: remove it from one of them"
-    )
+    for template in (source.columns or {}).values():
+        for name in named_columns(template):
+            if name in source.ignore:
+                return f"{quoted(name)} is in both columns and ignore: remove it from one of them"
+    return None
 
 
 def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[DataSource, ...]:
@@ -211,7 +215,7 @@ def _is_printable_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
-# For each field that is not text: its check, and the words for its valid values in messages.
+# Fields of an entry that are not text: the check of a value, and its valid values in messages.
 FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight": (
         lambda value: type(value) in (int, float) and 0 < value <= MAX_WEIGHT,
@@ -228,15 +232,15 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _sources_of_entry(item: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
-    """Build the sources of one entry: one per matching file if its path is a glob pattern."""
-    item = {"path": item} if isinstance(item, str) else item
-    if not isinstance(item, dict):
+def _sources_of_entry(entry: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
+    """Build the source of an entry, or a source for each file that its glob pattern matches."""
+    entry = {"path": entry} if isinstance(entry, str) else entry
+    if not isinstance(entry, dict):
         raise ValueError(
-            f"is {describe_value(item)}; expected a path or {{path: FILE, weight: 1.0}}"
+            f"is {describe_value(entry)}; expected a path or {{path: FILE, weight: 1.0}}"
         )
     names = [field.name for field in fields(DataSource)]
-    for name, value in item.items():
+    for name, value in entry.items():
         if name not in names:
             raise ValueError(
                 f"{describe_value(name)} is not a field of a data set; expected {', '.join(names)}"
@@ -247,10 +251,10 @@ def _sources_of_entry(item: Any, defaults: Mapping[str, Any]) -> list[DataSource
                 raise ValueError(f"columns {problem}")
         elif not is_valid(value):
             raise ValueError(f"{name} is {describe_value(value)}; expected {expected}")
-    if "path" not in item:
+    if "path" not in entry:
         raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
-    values = dict(defaults) | item
-    if "format" in item and "columns" not in item:
+    values = dict(defaults) | entry
+    if "format" in entry and "columns" not in entry:  # the format replaces the default columns
         values.pop("columns", None)
     values["ignore"] = tuple(values.get("ignore", ()))
     values["path"] = expand_path(values["path"])
@@ -259,6 +263,6 @@ def _sources_of_entry(item: Any, defaults: Mapping[str, Any]) -> list[DataSource
     source = DataSource(**values)
     if not source.is_local:
         return [source]
-    exists = os.path.lexists(source.path)
-    paths = [] if exists else _expand_glob(source.path)
-    return [replace(source, path=os.path.abspath(path)) for path in paths or [source.path]]
+    # A file whose name contains characters such as [ is not a pattern.
+    matches = [] if os.path.lexists(source.path) else _expand_glob(source.path)
+    return [replace(source, path=os.path.abspath(path)) for path in matches or [source.path]]

@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
     {
         "messages": pa.string(),  # JSON, because keys differ from row to row
         "images": pa.list_(pa.string()),  # paths, in order
-        "source": pa.int32(),
+        "source": pa.int32(),  # index of the source
         "line": pa.int64(),
         "digest": pa.binary(),  # sha256 of the messages without their images
         "tokens": pa.int32(),
@@ -43,83 +43,89 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Rows of a memory-mapped Arrow file. A pickle of this object contains only the path, so that
-    processes share the file's pages.
+    """Some rows of a memory-mapped Arrow file.
+
+    A pickle of this object contains only the path and the indices, so that processes share the
+    pages of the file.
 
     Attributes:
         path: None for a temporary file, which disappears with this process.
-        numbers: The indices of these rows in the file, in ascending order.
+        table: All rows of the file.
+        indices: The indices of these rows in the file, in ascending order.
     """
 
     path: Path | None
     table: pa.Table
-    numbers: np.ndarray
+    indices: np.ndarray
 
     @classmethod
-    def open(cls, path: Path, numbers: np.ndarray | None = None) -> "StoredRows":
+    def open(cls, path: Path, indices: np.ndarray | None = None) -> "StoredRows":
+        """Return rows of a file; all if ``indices`` is None."""
         with path.open("rb") as file:
             rows = cls.map(file, path)
-        return rows if numbers is None else replace(rows, numbers=numbers)
+        return rows if indices is None else replace(rows, indices=indices)
 
     @classmethod
     def map(cls, file: Any, path: Path | None = None) -> "StoredRows":
+        """Return all rows of an open file."""
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         table = pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
         return cls(path, table, np.arange(len(table)))
 
     def __reduce__(self):
         assert self.path is not None, "rows must be written to a file before they are pickled"
-        return StoredRows.open, (self.path, self.numbers)
+        return StoredRows.open, (self.path, self.indices)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return self.table.slice(self.numbers[row], 1).to_pylist()[0]
+        return self.table.slice(self.indices[row], 1).to_pylist()[0]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "StoredRows":
-        """Return some of the rows; ``rows`` has their indices in ascending order."""
-        return replace(self, numbers=self.numbers[rows])
+        """Return some of these rows. ``rows`` has their positions in this object, ascending."""
+        return replace(self, indices=self.indices[rows])
 
     def batches(self, *names: str) -> Iterator[pa.RecordBatch]:
-        """Yield the rows in batches, with only the named columns."""
-        begin = 0
+        """Yield these rows in batches, with only the named columns."""
+        start = 0  # index of the batch's first row in the file
         for batch in self.table.select(names).to_batches():
-            first, last = np.searchsorted(self.numbers, (begin, begin + len(batch)))
-            yield batch.take(pa.array(self.numbers[first:last] - begin))
-            begin += len(batch)
+            first, last = np.searchsorted(self.indices, (start, start + len(batch)))
+            yield batch.take(pa.array(self.indices[first:last] - start))
+            start += len(batch)
 
 
-def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> StoredRows:
-    """Write batches of rows to a temporary file.
+def store_rows(batches: Iterable[list[dict[str, Any]]], folder: Path | None) -> StoredRows:
+    """Write batches of rows to a temporary file, and return the rows as stored there.
 
     Args:
-        rows: Batches of rows with the keys of :data:`SCHEMA`.
+        batches: Batches of rows with the keys of :data:`SCHEMA`.
         folder: Folder for the file. If it is not writable, the file is in the system's folder for
             temporary files, which may be in memory.
     """
     with TemporaryFile(dir=writable_folder(folder)) as file:
-        write_rows(rows, file)
+        write_rows(batches, file)
         file.flush()
         return StoredRows.map(file)
 
 
-def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> StoredRows:
-    """Write the rows of sharded sources to a temporary file in ``folder``.
+def interleave_rows(shards_by_source: Iterable[list[Path]], folder: Path | None) -> StoredRows:
+    """Write the rows of sharded sources in order to a temporary file in ``folder``.
 
     Args:
-        sources: The n files (shards) of each source. File k has every n-th row, starting with row
+        shards_by_source: The n files of each source. File k has every n-th row, starting with row
             k, in batches of equal size (:func:`write_rows`).
     """
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for paths in sources:
+        for paths in shards_by_source:
             shards = [StoredRows.open(path).table.to_batches() for path in paths]
-            for group in zip_longest(*shards):
+            for group in zip_longest(*shards):  # one batch of each shard, while it has any
                 present = [(k, batch) for k, batch in enumerate(group) if batch is not None]
-                numbers = [np.arange(len(batch)) * len(paths) + k for k, batch in present]
+                positions = [np.arange(len(batch)) * len(paths) + k for k, batch in present]
                 joined = pa.Table.from_batches([batch for _, batch in present])
-                yield from joined.take(np.argsort(np.concatenate(numbers))).to_batches()
+                order = np.argsort(np.concatenate(positions))
+                yield from joined.take(order).to_batches()
 
     with TemporaryFile(dir=writable_folder(folder)) as file:
         _write_batches(batches(), file)
@@ -128,7 +134,7 @@ def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> Store
 
 
 def writable_folder(folder: Path | None) -> Path | None:
-    """Return the folder, which is created if it is missing; None if it cannot be written to."""
+    """Create a folder if it is missing, and return it; None if no file can be written to it."""
     if folder is None:
         return None
     with suppress(OSError):
@@ -136,9 +142,9 @@ def writable_folder(folder: Path | None) -> Path | None:
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
 
 
-def write_rows(rows: Iterable[list[dict[str, Any]]], file: Any) -> None:
-    """Write batches of rows with the keys of :data:`SCHEMA`."""
-    _write_batches((pa.RecordBatch.from_pylist(batch, SCHEMA) for batch in rows), file)
+def write_rows(batches: Iterable[list[dict[str, Any]]], file: Any) -> None:
+    """Write batches of rows with the keys of :data:`SCHEMA` to an open file."""
+    _write_batches((pa.RecordBatch.from_pylist(batch, SCHEMA) for batch in batches), file)
 
 
 def _write_batches(batches: Iterable[pa.RecordBatch], file: Any) -> None:
@@ -148,7 +154,7 @@ def _write_batches(batches: Iterable[pa.RecordBatch], file: Any) -> None:
 
 
 def write_stored(rows: StoredRows, path: Path) -> StoredRows:
-    """Write rows to a file of their own atomically, and return them as stored there."""
+    """Write rows to a new file atomically, and return the rows as stored there."""
     with open_atomically(path) as file:
         _write_batches(rows.batches(*SCHEMA.names), file)
     return read_stored(path, len(rows))
@@ -165,18 +171,18 @@ def read_stored(path: Path, num_rows: int) -> StoredRows:
     except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
         raise ValueError(f"{path} does not contain {num_rows:,} rows: {error}") from error
     if len(rows) != num_rows or rows.table.schema != SCHEMA:
-        has = f"{len(rows):,} rows of {rows.table.column_names}"
-        raise ValueError(f"{path} does not contain {num_rows:,} rows: it has {has}")
+        content = f"{len(rows):,} rows of {rows.table.column_names}"
+        raise ValueError(f"{path} does not contain {num_rows:,} rows: it has {content}")
     return rows
 
 
 def column_values(rows: StoredRows, name: str) -> np.ndarray:
     """Return the values of all rows in a numeric column: ``(rows,)``."""
-    return rows.table.column(name).to_numpy()[rows.numbers]
+    return rows.table.column(name).to_numpy()[rows.indices]
 
 
 def iter_values(rows: StoredRows, *names: str) -> Iterator[tuple]:
-    """Yield the values of each row in some columns."""
+    """Yield a tuple of each row's values in the named columns."""
     for batch in rows.batches(*names):
         yield from zip(*batch.to_pydict().values(), strict=True)
 
@@ -202,5 +208,5 @@ class ConversationDataset(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return ConversationDataset(self.rows, self.order[index])
-        number = self.rows.numbers[self.order[index]]
-        return json.loads(self.rows.table.column("messages")[int(number)].as_py())
+        row = self.rows.indices[self.order[index]]
+        return json.loads(self.rows.table.column("messages")[int(row)].as_py())

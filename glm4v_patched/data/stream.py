@@ -2,8 +2,8 @@
 
 The order of rows depends only on the seed, the size of the buffer and the number of training
 processes, not on the number of worker processes. So a resumed run finds its position by counting
-rows. ``IterableDataset`` of ``datasets`` is not used, because one worker process would decode all
-images of a file, and the buffer would be lost when a run is resumed.
+rows. ``IterableDataset`` of ``datasets`` is not used. With it, one worker process would decode all
+images of a file, and a resumed run would lose the rows of the buffer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,9 +28,9 @@ from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
 ROW_PROBLEMS, UNREADABLE_SOURCES = "row_problems", "unreadable"
-"""Keys of a batch: the problems of the rows that were dropped from it, with locations; and the
-reasons why sources cannot be read further, which must end the run."""
-# Collated in place of a batch without usable rows.
+"""Keys of a batch with lists of messages. The first has the problems of rows that were dropped from
+the batch. The second has the reasons why sources cannot be read further, which must end the run."""
+# Replaces the rows of a batch of which none can be used.
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -41,7 +41,8 @@ class StreamedRow(NamedTuple):
     """A row, or a problem in place of a row that cannot be used.
 
     Attributes:
-        is_last: Whether the source has no further rows after this problem.
+        location: The row's file and line, for messages.
+        is_last: Whether the source cannot be read further because of this problem.
     """
 
     messages: list[dict]
@@ -54,11 +55,11 @@ class StreamDataset(IterableDataset):
     """The endless rows of one training process, shuffled anew in each pass through a source.
 
     Args:
-        sources: The data sources. The source of each row is drawn at random, by weight.
-        batch_size: Rows of a batch; each worker process reads complete batches.
-        shard: ``(k, n)``: the rows are those of training process k of n.
-        buffer: Rows in the shuffle buffers of all sources together.
-        start: Number of rows that a resumed run has already used in this process.
+        sources: The data sources. The source of each row is chosen at random, by weight.
+        batch_size: Rows of a batch; each worker process yields the rows of complete batches.
+        shard: ``(k, n)``: this is training process k of n, and yields every n-th row.
+        buffer_size: Number of rows in the shuffle buffers of all sources together.
+        num_used: Number of rows that this process has used before a run is resumed.
     """
 
     def __init__(
@@ -67,50 +68,56 @@ class StreamDataset(IterableDataset):
         batch_size: int,
         shard: tuple[int, int] = (0, 1),
         seed: int = 0,
-        buffer: int = 1000,
-        start: int = 0,
+        buffer_size: int = 1000,
+        num_used: int = 0,
     ):
         self.sources, self.batch_size, self.shard = sources, batch_size, shard
-        self.seed, self.start = seed, start
-        self.buffer = max(buffer // len(sources), 1)
+        self.seed, self.num_used = seed, num_used
+        self.buffer_size = max(buffer_size // len(sources), 1)  # of each source
 
     def __iter__(self) -> Iterator[StreamedRow]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        for index, row in enumerate(islice(self._mix_sources(), self.start, None)):
+        # Each worker process reads all rows, and yields those of every num_workers-th batch.
+        for index, row in enumerate(islice(self._mix_sources(), self.num_used, None)):
             if index // self.batch_size % num_workers == worker:
                 yield row
 
     def _mix_sources(self) -> Iterator[StreamedRow]:
-        streams = [self._endless_passes(number) for number in range(len(self.sources))]
+        """Yield rows of all sources without end."""
+        streams = [self._endless_passes(index) for index in range(len(self.sources))]
         weights = np.array([source.weight for source in self.sources])
         generator = np.random.default_rng([self.seed, self.shard[0]])
         while True:
-            number = 0
+            source_index = 0
             if len(streams) > 1:
-                number = generator.choice(len(streams), p=weights / weights.sum())
-            yield next(streams[number])
+                source_index = generator.choice(len(streams), p=weights / weights.sum())
+            yield next(streams[source_index])
 
-    def _endless_passes(self, number: int) -> Iterator[StreamedRow]:
-        source = self.sources[number]
+    def _endless_passes(self, source_index: int) -> Iterator[StreamedRow]:
+        """Yield the rows of a source without end, in another order in each pass."""
+        source = self.sources[source_index]
         for epoch in count():
-            generator = np.random.default_rng([self.seed, self.shard[0], number, epoch])
+            generator = np.random.default_rng([self.seed, self.shard[0], source_index, epoch])
             buffer: list[StreamedRow] = []
             for row in self._rows(source):
-                if len(buffer) < self.buffer:
+                if len(buffer) < self.buffer_size:
                     buffer.append(row)
                     continue
-                index = int(generator.integers(self.buffer))
+                index = int(generator.integers(self.buffer_size))
                 yield buffer[index]
                 buffer[index] = row
             yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
     def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
-        """Yield the rows of a pass. A row that cannot be used is replaced by its problem, so that
-        the other rows keep their positions if the row is corrected, or if only one worker cannot
-        download its image. If the source cannot be read further, yield this problem forever."""
+        """Yield the rows of a pass through a source.
+
+        A row that cannot be used is replaced by its problem. So the other rows keep their positions
+        if the row is corrected, or if only one of the worker processes cannot download its image.
+        If the source cannot be read further, the problem is yielded without end.
+        """
         process, num_processes = self.shard
-        location, cannot_continue = source.path, True
+        location, cannot_continue = source.path, True  # until a usable row is read
         problem = (
             f"none of the rows of training process {process + 1} of {num_processes} can be used; "
             "expected more rows, or fewer processes"
@@ -134,12 +141,13 @@ class StreamDataset(IterableDataset):
 class StreamingCollator:
     """Collates rows that were not checked before the training.
 
-    A row that cannot be used is dropped from its batch. The batch has the problem under
+    A row that cannot be used is dropped from its batch, which has the row's problem under
     :data:`ROW_PROBLEMS` or :data:`UNREADABLE_SOURCES`. If no row remains, the batch has a
     conversation without supervised tokens, because all processes must take the step.
 
     Args:
-        max_tokens: Tokens of the longest row for which memory was planned.
+        collator: Collates the usable rows.
+        max_tokens: Number of tokens of the longest row for which memory was planned.
         max_positions: Number of position ids that the model supports.
     """
 
@@ -149,13 +157,13 @@ class StreamingCollator:
     def __call__(self, rows: list[StreamedRow]) -> dict:
         checked = [(row, row.problem or self._find_problem(row.messages)) for row in rows]
         batch = self._collate(row.messages for row, problem in checked if problem is None)
-        if isinstance(batch, str):  # such as an image that is damaged after its header
+        if isinstance(batch, str):  # for example, an image is damaged after its header
             checked = [
                 (row, problem or self._find_problem_alone(row.messages)) for row, problem in checked
             ]
             batch = self._collate(row.messages for row, problem in checked if problem is None)
         if isinstance(batch, str):
-            raise RuntimeError(f"rows that can be collated alone cannot be together: {batch}")
+            raise RuntimeError(f"each row can be collated alone, but not all together: {batch}")
         problems: dict[str, list[str]] = {ROW_PROBLEMS: [], UNREADABLE_SOURCES: []}
         for row, problem in checked:
             if problem is not None:
@@ -164,14 +172,17 @@ class StreamingCollator:
         return batch | problems
 
     def _collate(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
-        """Return a batch, or why it cannot be made."""
+        """Return a batch, or the reason why the conversations cannot be collated."""
         try:
             return self.collator([*conversations] or [UNSUPERVISED_CONVERSATION])
         except Exception as error:  # Pillow's readers raise any kind
             return f"cannot be collated into a batch: {error}"
 
     def _find_problem_alone(self, messages: list[dict]) -> str | None:
-        batch = _first_image_problem(images_of(messages)) or self._collate([messages])
+        """Decode the images of a row and collate it alone; return why this fails, or None."""
+        if problem := _first_image_problem(images_of(messages)):
+            return problem
+        batch = self._collate([messages])
         return batch if isinstance(batch, str) else None
 
     def _find_problem(self, messages: list[dict]) -> str | None:
@@ -186,9 +197,9 @@ class StreamingCollator:
             return problem
         if size.tokens > self.max_tokens:
             return (
-                f"takes {size.tokens:,} tokens, but memory was planned for {self.max_tokens:,}, by "
-                "the rows that were checked first: check more of them (data.check), or shorten the "
-                "conversation"
+                f"takes {size.tokens:,} tokens, but memory was planned for {self.max_tokens:,}, "
+                "the length of the longest row that was checked before the training: check more "
+                "rows (data.check), or shorten the conversation"
             )
         return _first_image_problem([path for path in images if not has_decodable_header(path)])
 

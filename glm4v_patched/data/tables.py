@@ -1,8 +1,8 @@
 """Rows of tables: Parquet, Arrow, WebDataset archives, folders and data sets of the Hub.
 
-The library ``datasets`` is not used, because it opens every file that a folder's description names,
-even files outside of the folder (:mod:`folders`), and decodes a complete row group at once. This
-module reads a few rows at a time and does not decode images.
+This module reads a few rows at a time and does not decode images. The library ``datasets`` is not
+used. It opens every file that a folder's card names, even outside of the folder (:mod:`folders`),
+and decodes a complete row group at once.
 """
 
 import json
@@ -23,7 +23,7 @@ from .columns import EMPTY_CELL, IMAGE_SUFFIXES
 from .folders import Folder, HubFolder
 from .formats import find_format
 from .source import (
-    COMPRESSED,
+    COMPRESSED_SUFFIXES,
     CSV_SUFFIXES,
     DATA_SUFFIXES,
     FOLDER_CURE,
@@ -43,8 +43,8 @@ FOLDER_KINDS = {
     "imagefolder": IMAGE_SUFFIXES,
     "text": (".txt",),
 }
-"""Suffixes of the files in each kind of folder. A folder has the kind of most of its files; on
-ties, the first kind in this table."""
+"""Suffixes of the files in each kind of folder. A folder has the kind that most of its files have;
+on ties, the first of these kinds in this table."""
 METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 """Names of files with the rows of an image folder."""
 MAX_ROWS_PER_READ = 64
@@ -54,19 +54,22 @@ MAX_DICTIONARY_BYTES = 2**22
 MAX_ROW_BYTES = 2**30
 """Limit of a row; one image in it may have half as much (:data:`decoding.MAX_IMAGE_BYTES`)."""
 MAX_ROW_VALUES = 2**24
-"""Limit on the values in a list of one row. A column may always have this many values;
-:data:`MAX_VALUES_PER_BYTE` limits columns with more."""
+"""Limit on the values of one column in one row, which may be a list."""
 MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
-"""Limits on values and on unpacked bytes per byte of a file; only repeated values exceed them."""
+"""Limits per byte of a file: on the values of a column with over :data:`MAX_ROW_VALUES` values, and
+on unpacked bytes. Only files that repeat values many times exceed them."""
 MAX_FOOTER_ITEMS = 10_000
 """Limit on each list in the footer of a Parquet file. pyarrow before 26 builds the schema
-recursively in C, which ends the process at between 10,000 and 20,000 levels (stack of 8 MiB)."""
+recursively in C, and at between 10,000 and 20,000 levels this overflows a stack of 8 MiB and ends
+the process."""
 MAX_STATE_BYTES = 2**24  # of a state.json, which save_to_disk writes
-NO_LINE = 0  # read_table sets the line
+NO_LINE = 0  # of a RowProblem whose number read_table() sets
 ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # key of a message's custom metadata
 END_OF_ARROW_STREAM = struct.pack("<iI", -1, 0)
-"""Written by datasets and pyarrow when they close a file. pyarrow reads a file without it, too."""
-ClassNames = Mapping[str, list[str]]  # by column: the names for the numbers of its classes
+"""Bytes that datasets and pyarrow write when they close a file. pyarrow also reads files without
+them, which may be cut."""
+ClassNames = Mapping[str, list[str]]
+"""The names of the classes of columns of labels, by column; a label is an index of this list."""
 ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -76,16 +79,16 @@ ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def read_table(source: DataSource) -> NumberedRows:
-    """Yield the number of each row (from 1) and its values by column, with :data:`EMPTY_CELL` for
-    null.
+    """Yield pairs of a row's number (from 1) and its values by column.
 
-    Images stay bytes or paths. The number of a class is replaced by its name.
+    :data:`columns.EMPTY_CELL` replaces null, and the name of a class replaces its number. Images
+    stay bytes or paths.
 
     Raises:
         ValueError: There is no such table, or it cannot be read.
         RuntimeError: pyarrow is missing.
     """
-    with _naming_source(source):
+    with _name_source_in_errors(source):
         for number, row in enumerate(_open_source(source), start=1):
             if isinstance(row, RowProblem):
                 yield number, row._replace(line=number)
@@ -95,8 +98,8 @@ def read_table(source: DataSource) -> NumberedRows:
 
 
 @contextmanager
-def _naming_source(source: DataSource) -> Iterator[None]:
-    """Raise errors of reading a source as ``ValueError`` with its path."""
+def _name_source_in_errors(source: DataSource) -> Iterator[None]:
+    """Raise errors of reading a source as ``ValueError`` with the source's path."""
     try:
         yield
     except ImportError as error:
@@ -108,6 +111,7 @@ def _naming_source(source: DataSource) -> Iterator[None]:
 
 
 def _open_source(source: DataSource) -> Iterator[Any]:
+    """Return an iterator over the rows of a source, each a dict or a :class:`RowProblem`."""
     path = Path(source.path)
     if path.is_file():
         kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
@@ -132,20 +136,21 @@ def _saved_files(folder: Folder, source: DataSource) -> list[str]:
         splits = [file.removesuffix(suffix) for file in folder.files if file.endswith(suffix)]
         prefix = choose_split(folder, splits, source.split) + "/"
     text = folder.read_text(prefix + STATE_FILE, MAX_STATE_BYTES)
-    where = f"{folder.path}/{prefix}{STATE_FILE}: _data_files"
+    location = f"{folder.path}/{prefix}{STATE_FILE}: _data_files"
     try:
         files = [prefix + item["filename"] for item in json.loads(text)["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where} is missing; save the data set again (save_to_disk)") from None
+        raise ValueError(f"{location} is missing; save the data set again (save_to_disk)") from None
     if missing := [file for file in files if file not in folder.files]:
         raise ValueError(
-            f"{where} names {missing[0].removeprefix(prefix)!r}, which is not a file inside of "
+            f"{location} names {missing[0].removeprefix(prefix)!r}, which is not a file inside of "
             f"{folder.path}; save the data set again (save_to_disk)"
         )
     return files
 
 
 def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
+    """Return an iterator over the rows of a folder of data files or images."""
     split_files, class_names = read_subset(folder, source.subset, source.split)
     kind, files = _kind_of_files(split_files)
     metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
@@ -175,9 +180,10 @@ def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
 
 
 def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
-    """Return the most frequent kind of files and its files; "" if no kind is known."""
-    known = {suffix: kind for kind, suffixes in FOLDER_KINDS.items() for suffix in suffixes}
-    kinds = {file: known.get(suffix_of(file), "") for file in files}
+    """Return the most frequent kind of the files (:data:`FOLDER_KINDS`), and its files. The kind is
+    empty if no file has a known one."""
+    by_suffix = {suffix: kind for kind, suffixes in FOLDER_KINDS.items() for suffix in suffixes}
+    kinds = {file: by_suffix.get(suffix_of(file), "") for file in files}
     metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
     if "imagefolder" in kinds.values():
         kinds |= dict.fromkeys(metadata_files, "imagefolder")
@@ -187,8 +193,8 @@ def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
 
 
 def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
-    """Yield a row for each image. If the images lie in several folders side by side, the label of a
-    row is the name of its folder."""
+    """Yield a row for each image. If the images are in several folders side by side, the column
+    ``label`` has the name of the image's folder."""
     labels = {os.path.basename(os.path.dirname(file)) for file in files}
     has_labels = len(labels) > 1 and len({file.count("/") for file in files}) == 1
     for file in files:
@@ -197,7 +203,8 @@ def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
 
 
 def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Yield rows of metadata files; a ``file_name`` is relative to its metadata file's folder."""
+    """Yield the rows of metadata files, with the path of the image in place of ``file_name``, which
+    is relative to the folder of the metadata file."""
     for file in files:
         is_table = suffix_of(file) == ".parquet"
         rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
@@ -223,19 +230,21 @@ def _with_image(row: dict, folder: Folder, subfolder: str) -> dict:
 def _refuse_image_text_pairs(folder: Folder, files: list[str]) -> None:
     """Raise ``ValueError`` if at least half of the files belong to a pair of an image and a text of
     the same name (0.png, 0.txt): only one file of the pair would be read."""
-    known, pairs = {*folder.files}, []
+    paths = {*folder.files}
+    pairs = []
     for file in files:
         stem = os.path.splitext(file)[0]
-        image = next((stem + suffix for suffix in IMAGE_SUFFIXES if stem + suffix in known), None)
-        text = next((stem + suffix for suffix in (".txt", ".json") if stem + suffix in known), None)
+        image = next((stem + suffix for suffix in IMAGE_SUFFIXES if stem + suffix in paths), None)
+        text = next((stem + suffix for suffix in (".txt", ".json") if stem + suffix in paths), None)
         if image is not None and text is not None:
             pairs.append((image, text))
-    if 2 * len(pairs) < len(files) or not pairs:  # a few notes beside images
+    if 2 * len(pairs) < len(files) or not pairs:  # the texts may be a few notes beside images
         return
     image, text = pairs[0]
-    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, text)):
+    if text.endswith(".json") and (len(files) == 1 or _contains_row(folder, text)):
         return
-    path, answer = shlex.quote(folder.path), "txt" if text.endswith(".txt") else "json.answer"
+    path = shlex.quote(folder.path)
+    answer = "txt" if text.endswith(".txt") else "json.answer"
     raise ValueError(
         f"{folder.path} has {os.path.basename(image)} and {os.path.basename(text)}, an image and "
         "its text, of which only one would be read; make a WebDataset archive of them: "
@@ -245,15 +254,15 @@ def _refuse_image_text_pairs(folder: Folder, files: list[str]) -> None:
     )
 
 
-def _is_row(folder: Folder, file: str) -> bool:
-    """Return whether a JSON file contains a row of a known format; such a row names its images."""
+def _contains_row(folder: Folder, file: str) -> bool:
+    """Return whether a JSON file begins with a row of a known format, which names its images."""
     path = folder.local_path(file)
     rows = [row for _, row in read_text(DataSource(path), file_kind(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
 def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Yield the rows of several text files; problems name their file."""
+    """Yield the rows of several text files. The problem of a row begins with its file and line."""
     for file in files:
         path = folder.local_path(file)
         kind = file_kind(Path(path))
@@ -274,7 +283,7 @@ def _rows_of_tables(
 
 
 def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
-    """Yield the rows of a Parquet file, with only a few rows and their encoded data in memory.
+    """Yield the rows of a Parquet file, of which only a few are in memory at a time.
 
     Raises:
         ValueError: The file has columns in other files, or unpacks to more than real data does.
@@ -298,7 +307,7 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
             "limit: write the table again, in larger row groups or fewer columns"
         ) from None
     group_bytes = _check_parquet_size(path, metadata)
-    # A row has at most as many bytes as the largest row group.
+    # No row is larger than the largest row group, so this many rows stay below the limit.
     batch_size = min(max(MAX_BYTES_PER_READ // max(group_bytes, 1), 1), MAX_ROWS_PER_READ)
     columns = [*map(metadata.schema.column, range(metadata.num_columns))]
     levels = max((column.path.count(".") for column in columns), default=0)
@@ -307,16 +316,17 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
             f"{path} has a column of {levels:,} levels; expected at most {MAX_NESTING}: write the "
             "table again, with text in place of such values"
         )
-    # A file may repeat a text in lists without limit, so these texts are read as dictionaries,
-    # which contain each text once. Large row groups are decoded instead, because dictionaries are
-    # slower there, and Arrow reads at most 2 GiB of them.
-    in_lists = [
-        column.path
-        for column in columns
-        if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
-        if group_bytes <= MAX_DICTIONARY_BYTES
-    ]
-    with open_file(read_dictionary=in_lists) as file:
+    # A small file may repeat a text in lists without limit, so these texts are read as dictionary
+    # arrays, which contain each text once. For large row groups, dictionary arrays are slower, and
+    # Arrow reads at most 2 GiB of them.
+    dictionary_columns = []
+    if group_bytes <= MAX_DICTIONARY_BYTES:
+        dictionary_columns = [
+            column.path
+            for column in columns
+            if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
+        ]
+    with open_file(read_dictionary=dictionary_columns) as file:
         batches = file.iter_batches(batch_size)
         yield from _rows_of_batches(path, file.schema_arrow, batches, class_names)
 
@@ -324,10 +334,10 @@ def _rows_of_parquet(path: str, class_names: ClassNames) -> Iterator[dict]:
 def _check_parquet_size(path: str, metadata: Any) -> int:
     """Return the unpacked size of the largest row group, in bytes; raise ``ValueError`` if a file
     of this size cannot contain so much real data."""
-    size, largest = os.path.getsize(path), 0
+    size, largest_group = os.path.getsize(path), 0
     cure = "real data does not compress so well: write the table again, in smaller parts"
     max_values = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
-    num_values: Counter[str] = Counter({"the rows": metadata.num_rows})
+    num_values: Counter[str] = Counter({"the rows": metadata.num_rows})  # and of each column
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         unpacked = 0
         for column in map(group.column, range(group.num_columns)):
@@ -342,28 +352,28 @@ def _check_parquet_size(path: str, metadata: Any) -> int:
             raise ValueError(
                 f"{path} has {size:,} bytes, and a row group unpacks to {unpacked:,}; {cure}"
             )
-        largest = max(largest, unpacked)
-    [(name, number)] = num_values.most_common(1)
-    if number > max_values:
+        largest_group = max(largest_group, unpacked)
+    [(name, highest)] = num_values.most_common(1)
+    if highest > max_values:
         raise ValueError(
-            f"{path} has {size:,} bytes, and {number:,} values of {name}; expected at most "
+            f"{path} has {size:,} bytes, and {highest:,} values of {name}; expected at most "
             f"{max_values:,}: {cure}"
         )
-    return largest
+    return largest_group
 
 
 def _rows_of_arrow(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
-        ValueError: The file is cut, or it is compressed, so that its unpacked size is not bounded.
+        ValueError: The file is cut; or it is compressed, which would not limit its unpacked size.
     """
     import pyarrow
 
     with pyarrow.memory_map(path) as file:
-        # After 8 bytes, an Arrow file is a stream; its footer is not read.
-        begin = 8 if file.read(6) == b"ARROW1" else 0
-        file.seek(begin)
+        # An Arrow file consists of 8 bytes, a stream and a footer, which is not read.
+        start = 8 if file.read(6) == b"ARROW1" else 0
+        file.seek(start)
         messages = iter(pyarrow.ipc.MessageReader.open_stream(file))
         if next(messages, None) is None or any(map(_is_compressed, messages)):
             raise ValueError(
@@ -378,28 +388,32 @@ def _rows_of_arrow(path: str, class_names: ClassNames) -> Iterator[dict]:
                 f"{path} ends at byte {end:,} without Arrow's end of a stream, so it may be cut; "
                 "make or download it again"
             )
-        file.seek(begin)
-        table = pyarrow.ipc.open_stream(file)
-        batches = _validated_batches(path, table)
-        yield from _rows_of_batches(path, table.schema, batches, class_names)
+        file.seek(start)
+        stream = pyarrow.ipc.open_stream(file)
+        batches = _validated_batches(path, stream)
+        yield from _rows_of_batches(path, stream.schema, batches, class_names)
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether the batch in an Arrow message is compressed, which pyarrow does not expose. By
-    Arrow's Message.fbs, field 2 of a message is a record batch or a dictionary batch, field 1 of
-    a dictionary batch is its record batch, and field 3 of a record batch is its compression."""
+    """Return whether the batch in an Arrow message is compressed.
+
+    pyarrow does not expose it, so the FlatBuffers tables of the message are read. In Arrow's
+    Message.fbs, field 2 of a message is a record batch or a dictionary batch, field 1 of a
+    dictionary batch is its record batch, and field 3 of a record batch is its compression.
+    """
     content = message.metadata.to_pybytes()
 
     def read(format_code: str, position: int) -> int:
         return struct.unpack_from(format_code, content, position)[0]
 
     def field(table: int, number: int) -> int:
-        """Return the offset of a field of a FlatBuffers table; 0 if the table lacks it."""
+        """Return the position of a field of the table at ``table``; 0 if the table lacks it."""
         vtable, slot = table - read("<i", table), 4 + 2 * number
         offset = read("<H", vtable + slot) if slot < read("<H", vtable) else 0
         return offset and table + offset
 
     def follow(position: int) -> int:
+        """Return the position to which the offset at ``position`` points."""
         return position + read("<I", position)
 
     batch = follow(field(follow(0), 2))
@@ -409,8 +423,12 @@ def _is_compressed(message: Any) -> bool:
 
 
 def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
-    """Yield batches; raise ``ValueError`` for too many rows for a file of this size, and for
-    offsets outside of a batch, which Arrow does not check when it reads."""
+    """Yield batches after checks that Arrow does not make when it reads.
+
+    Raises:
+        ValueError: There are too many rows for a file of this size, or a batch is invalid, for
+            example because it has offsets outside of its buffers.
+    """
     file_bytes, num_rows = os.path.getsize(path), 0
     max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * file_bytes)
     for batch in batches:
@@ -431,17 +449,19 @@ def _rows_of_batches(
         raise ValueError(f"{path}: two columns have the same name: {', '.join(schema.names)}")
     class_names = {**class_names, **_class_names_of_schema(schema)}
     class_names = {column: names for column, names in class_names.items() if column in schema.names}
-    number = 0
+    row_number = 0
     for batch in batches:
-        for row in _rows_of_batch(f"{path}, after row {number:,}", batch):
-            number += 1
-            for name, names in class_names.items():
-                row[name] = _name_of_class(f"{path}, row {number}: {name}", row[name], names)
+        for row in _rows_of_batch(f"{path}, after row {row_number:,}", batch):
+            row_number += 1
+            for column, names in class_names.items():
+                location = f"{path}, row {row_number}: {column}"
+                row[column] = _name_of_class(location, row[column], names)
             yield row
 
 
 def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
-    """Yield rows as Python objects, converted a few at a time, or one by one if they are large.
+    """Yield rows as Python objects. A few rows are converted at a time, or only one if they are
+    large.
 
     Raises:
         ValueError: A row is too large. This is checked before the conversion, because a small file
@@ -450,34 +470,35 @@ def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
     start, length = 0, MAX_ROWS_PER_READ
     while start < batch.num_rows:
         rows = batch.slice(start, length)
-        values, size = _count_values_and_bytes(location, rows.columns)
-        limits = (
-            ("values", values, MAX_ROW_VALUES),
-            ("bytes", size, MAX_BYTES_PER_READ if length > 1 else MAX_ROW_BYTES),
-        )
-        exceeded = [limit for limit in limits if limit[1] > limit[2]]
-        if exceeded and length > 1:
+        num_values, num_bytes = _count_values_and_bytes(location, rows.columns)
+        max_bytes = MAX_BYTES_PER_READ if length > 1 else MAX_ROW_BYTES
+        excess = ""
+        if num_values > MAX_ROW_VALUES:
+            excess = f"{num_values:,} values; expected at most {MAX_ROW_VALUES:,}"
+        elif num_bytes > max_bytes:
+            excess = f"{num_bytes:,} bytes; expected at most {max_bytes:,}"
+        if excess and length > 1:
             length = 1
             continue
-        for unit, number, limit in exceeded:
-            raise ValueError(f"{location}: a row has {number:,} {unit}; expected at most {limit:,}")
+        if excess:
+            raise ValueError(f"{location}: a row has {excess}")
         yield from rows.to_pylist()
         start += length
 
 
 def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int, int]:
-    """Return the length of the longest array among columns and their nested arrays, and the size in
-    bytes of all texts and binary values once they are Python objects."""
+    """Return the length of the longest array among columns and the arrays in them, and the bytes
+    that all texts and binary values take as Python objects."""
     import pyarrow
     import pyarrow.compute as pc
     from pyarrow import types
 
-    arrays, values, size = [*columns], 0, 0
+    arrays, longest, size = [*columns], 0, 0
     while arrays:
         array = arrays.pop()
         array = array.storage if isinstance(array, pyarrow.ExtensionArray) else array
         dtype = array.type
-        values = max(values, len(array))
+        longest = max(longest, len(array))
         if is_dictionary := types.is_dictionary(dtype):
             dtype = dtype.value_type
         dictionary_or_array = array.dictionary if is_dictionary else array
@@ -498,7 +519,7 @@ def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int,
             arrays.append(array.flatten())
         else:
             raise ValueError(f"{location}: values of the type {dtype} are not supported")
-    return values, size
+    return longest, size
 
 
 def _is_text_type(dtype: Any) -> bool:
@@ -510,8 +531,8 @@ def _is_text_type(dtype: Any) -> bool:
 
 def _class_names_of_schema(schema: Any) -> dict[str, list[str]]:
     """Return the class names that ``datasets`` wrote into a table, by column."""
-    written = (schema.metadata or {}).get(b"huggingface")
-    features = json.loads(written).get("info", {}).get("features", {}) if written else {}
+    metadata = (schema.metadata or {}).get(b"huggingface")  # JSON
+    features = json.loads(metadata).get("info", {}).get("features", {}) if metadata else {}
     labels = {
         column: feature.get("names")
         for column, feature in (features or {}).items()
@@ -531,21 +552,22 @@ def _name_of_class(location: str, value: Any, names: list[str]) -> Any:
 def _rows_of_archive(path: str, class_names: ClassNames) -> Iterator[dict]:
     """Yield the rows of a WebDataset archive.
 
-    A row consists of adjacent files whose paths are equal up to the first dot of the name.
+    A row consists of successive files whose paths are equal up to the first dot of their names. Its
+    columns are the suffixes of these files.
 
     Raises:
         ValueError: A file in it is too large, or its unpacked size is not known.
     """
     row: dict[str, Any] = {}
-    names: dict[str, str] = {}
+    tool_columns: dict[str, str] = {}
     with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # else it keeps all members
-            if member.size < 0:  # tarfile would go back to look for the next member, for ever
+            archive.members = []  # type: ignore[attr-defined]  # tarfile would keep all in memory
+            if member.size < 0:  # tarfile would go back in the file, without end
                 raise ValueError(
                     f"{path}: {member.name} has {member.size:,} bytes; expected 0 or more"
                 )
-            if member.issparse() or member.name.lower().endswith(COMPRESSED):
+            if member.issparse() or member.name.lower().endswith(COMPRESSED_SUFFIXES):
                 raise ValueError(
                     f"{path}: {member.name} is sparse or compressed, so that its size is unknown: "
                     "unpack it, and make the archive again"
@@ -560,32 +582,32 @@ def _rows_of_archive(path: str, class_names: ClassNames) -> Iterator[dict]:
                     f"{MAX_ROW_BYTES:,}"
                 )
             key = os.path.join(folder, stem)
-            if row and names["__key__"] != key:
-                yield row | names
+            if row and tool_columns["__key__"] != key:
+                yield row | tool_columns
                 row = {}
             if suffix in row:
                 raise ValueError(f"{path}: {member.name} occurs twice in one row")
             content = archive.extractfile(member)
             assert content is not None  # it is a file
             row[suffix] = _decode_member(f"{path}: {member.name}", suffix, content.read())
-            names = {"__key__": key, "__url__": path}
+            tool_columns = {"__key__": key, "__url__": path}
         _check_end_of_archive(file, archive.offset)
     if row:
-        yield row | names
+        yield row | tool_columns
 
 
 def _check_end_of_archive(file: BinaryIO, offset: int) -> None:
-    """Check that only zeros follow the files of an archive.
+    """Raise ``ValueError`` if other bytes than zeros follow the files of an archive.
 
-    tarfile ends without an error at a damaged header, where an archive is cut, and between archives
-    that were joined.
+    tarfile stops without an error at a damaged header, where an archive is cut, and between
+    archives that were joined.
     """
     file.seek(offset)
     block = file.read(tarfile.BLOCKSIZE)
     if len(block) < tarfile.BLOCKSIZE or any(block):
         raise ValueError(
-            f"{file.name}: no file and no end of the archive at byte {offset:,}: the archive is "
-            "cut or damaged; make or download it again"
+            f"{file.name}: neither a file nor the end of the archive is at byte {offset:,}: the "
+            "archive is cut or damaged; make or download it again"
         )
     while block := file.read(2**16):
         if block.strip(b"\0"):
@@ -611,7 +633,8 @@ TABLE_READERS = {
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the nulls inside of it, by which a table marks missing keys."""
+    """Return a value without the keys in it whose value is null. A table has null for keys that are
+    missing, because all objects of a column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):

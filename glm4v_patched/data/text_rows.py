@@ -1,10 +1,12 @@
 """Rows of text files: JSON lines, a JSON array, lists in a JSON object, and CSV.
 
-JSON lines and CSV are read a row at a time. An array or object is read at once, up to
-:data:`MAX_DOCUMENT_CHARACTERS`. The library ``datasets`` is not used. Its JSON reader names neither
-the line nor the key of an error and keeps the last of two equal keys; its CSV reader turns NA into
-null and 007 into 7, and reads everything after an open quote into memory. Compressed files are
-decompressed while they are read, without an unpacked copy.
+JSON lines and CSV are read a row at a time. A JSON array or object is read at once, up to
+:data:`MAX_DOCUMENT_CHARACTERS`. Compressed files are decompressed while they are read, without an
+unpacked copy on the disk.
+
+The library ``datasets`` is not used. Its JSON reader names neither the line nor the key of an
+error, and of two equal keys it keeps the last. Its CSV reader turns NA into null and 007 into 7,
+and reads everything after an open quote into memory.
 """
 
 import codecs
@@ -26,8 +28,12 @@ from typing import Any, NamedTuple, TextIO
 from ..terminal_text import listed, pip_install, shorten
 from .columns import EMPTY_CELL, IMAGE_SUFFIXES
 from .encodings import INVALID_BYTE_RE, encoding_cure, find_encoding, find_encoding_problem
-from .file_signatures import HEAD_BYTES as FIRST_BYTES
-from .file_signatures import TAIL_BYTES, fill_cure, find_signature
+from .file_signatures import (
+    SIGNATURE_HEAD_BYTES,
+    SIGNATURE_TAIL_BYTES,
+    fill_cure,
+    find_signature,
+)
 from .formats import ROW_FORMATS
 from .image_files import file_times
 from .messages import MAX_KEYS_LISTED, quoted
@@ -36,16 +42,18 @@ from .source import CSV_SUFFIXES, DataSource, suffix_of
 # Compressions by the first bytes of a file, with pyarrow's names; xz is read by Python's lzma.
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"(\xb5/\xfd": "zstd", b"\xfd7zXZ": "xz"}
 UNPACK_COMMANDS = {"bz2": "bzip2 -dc FILE"} | {k: f"{k} -dc FILE" for k in ("gzip", "zstd", "xz")}
+# A control character, or the beginning of HTML, XML, PDF, RTF or a pointer of Git LFS.
 BINARY_RE = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]|\A(?:<|%PDF|\{\\rtf|version https://git)")
 HEAD_BYTES = 2**16  # read to find out the kind and the encoding of a file
 MAX_DIGITS = 300  # of an integer; Python refuses more than 4,300
-MAX_CHARACTERS = 2**27
+MAX_ROW_CHARACTERS = 2**27
 """Limit of one row; several copies of it are in memory at a time."""
 MAX_UNPACKED_BYTES, MAX_EXPANSION = 2**30, 256
-"""A compressed file may unpack to this many bytes or to this many times its own size, whichever is
-more. Only a file that repeats itself unpacks to more."""
+"""A compressed file may unpack to this many bytes, or to this many times its own size if that is
+more. Real data does not compress better."""
 TOO_LONG = (
-    f"has {MAX_CHARACTERS:,} characters or more: save its images as files, or close an open quote"
+    f"has {MAX_ROW_CHARACTERS:,} characters or more: save its images as files, or close an open "
+    "quote"
 )
 MAX_KEYS = 2**20
 """Limit on the keys of one object and on the columns of a CSV, because each costs time."""
@@ -55,20 +63,18 @@ MAX_DOCUMENT_CHARACTERS = 2**28
 BLANKS_RE = re.compile(r"[ \t\r\n]*")  # as JSON defines them
 KNOWN_ROW_KEYS = {
     "image",
-    *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
+    *(key for row_format in ROW_FORMATS.values() for key in row_format.identifying_keys),
 }
-SNIFFED_CHARACTERS = 2**16  # read at once to find out the kind of a file
+SNIFFED_CHARACTERS = 2**16  # read at once to find out the kind of a JSON file
 NON_ROW_LISTS = ("info", "licenses", "categories")
 """Keys of lists that contain no rows, in files such as COCO's."""
 LINE_KINDS = ("JSON lines", "CSV")
 """Kinds of files in which each row has its own line."""
 CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
-"""Matches the text of cells that cannot be names of columns: numbers and dates."""
+"""Matches texts that cannot be names of columns: numbers and dates."""
 COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
-"""Matches a character of a column's name. If the first line of a CSV is a single name, any other
-character in it is taken for the delimiter."""
-
-
+"""Matches characters of a column's name. If the first line of a CSV seems to be a single name with
+another character in it, that character is probably the delimiter."""
 JSON_CURE = (
     "JSON has no comments, no comma before a bracket or after the last value, no single quotes and "
     "no True, False or None (write it with json.dumps); a table must be named .csv or .tsv"
@@ -77,10 +83,10 @@ SEPARATOR_LINE_RE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 class RowProblem(NamedTuple):
-    """Why a row cannot be used; ``line`` is the row's line, or its number (from 1) if rows of the
-    source have no lines of their own."""
+    """The reason why a row cannot be used."""
 
     line: int
+    """The row's line, or its number (from 1) if rows of the source have no lines of their own."""
     text: str
 
 
@@ -95,8 +101,8 @@ def read_text(
 
     Args:
         kind: The kind of the file, from :func:`file_kind`.
-        must_parse: Takes the number of a row, from 0. JSON lines for which it returns False are not
-            parsed, and their value is None.
+        must_parse: Takes the index of a row. If it returns False, a row of JSON lines is not
+            parsed, and its value is None.
 
     Raises:
         ValueError: The file cannot be read.
@@ -108,13 +114,13 @@ def read_text(
         "JSON array": _read_json_array,
         "JSON object": _read_json_object,
     }
-    with _naming_file(path):
+    with _name_file_in_errors(path):
         yield from readers[kind](path)
 
 
 @contextmanager
-def _naming_file(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as ``ValueError`` with its path."""
+def _name_file_in_errors(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as ``ValueError`` with the file's path."""
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, UnicodeError, csv.Error) as error:
@@ -133,13 +139,13 @@ def count_lines(path: Path) -> int:
 
 
 def file_kind(path: Path) -> str:
-    """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array", or "JSON object" for
-    an object that contains a list of rows.
+    """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array", or "JSON object",
+    which is one object that contains a list of rows.
 
     Raises:
         ValueError: The file cannot be read, or its kind is not supported.
     """
-    with _naming_file(path):
+    with _name_file_in_errors(path):
         with _open_bytes(path) as file:
             head = file.peek(HEAD_BYTES)
         if head.startswith((b"PAR1", b"ARROW1")) or suffix_of(path) in (".arrow", ".tar"):
@@ -149,39 +155,41 @@ def file_kind(path: Path) -> str:
 
 
 def _kind_of_json(path: Path) -> str:
+    """Return "JSON array", "JSON object" or "JSON lines" by the first line that is not blank."""
     with open_text(path) as file:
         lines = iter(partial(file.readline, SNIFFED_CHARACTERS), "")
         first = next((text for text in lines if text.strip()), "").lstrip()
         if first.startswith("["):
             return "JSON array"
-        is_continued = first.endswith(("{\n", "[\n"))  # one document, even in a file named .jsonl
+        is_continued = first.endswith(("{\n", "[\n"))  # one object, even in a file named .jsonl
         if not first.startswith("{") or suffix_of(path) == ".jsonl" and not is_continued:
             return "JSON lines"
         if not first.endswith("\n"):
-            first += file.readline(MAX_CHARACTERS)
+            first += file.readline(MAX_ROW_CHARACTERS)
         has_more = any(text.strip() for text in lines)
     try:
         value, _ = json.JSONDecoder().raw_decode(first)
     except (ValueError, RecursionError):  # continued on later lines, or not JSON
         return "JSON object"
+    if has_more or KNOWN_ROW_KEYS & value.keys():
+        return "JSON lines"
     lists = (item for item in value.values() if isinstance(item, list) and item)
-    has_rows = any(isinstance(item[0], dict) for item in lists)
-    has_rows = has_rows and not KNOWN_ROW_KEYS & value.keys()
-    return "JSON lines" if has_more or not has_rows else "JSON object"
+    contains_rows = any(isinstance(item[0], dict) for item in lists)
+    return "JSON object" if contains_rows else "JSON lines"
 
 
 def _require_text(path: Path, head: bytes) -> None:
     """Raise ``ValueError`` if a file that begins with ``head`` is not text in a known encoding."""
     if find_encoding(head) != "utf-8-sig":
         return
-    if BINARY_RE.search(head[:FIRST_BYTES]):
+    if BINARY_RE.search(head[:SIGNATURE_HEAD_BYTES]):
         with path.open("rb") as file:
-            file.seek(-min(TAIL_BYTES, path.stat().st_size), os.SEEK_END)
+            file.seek(-min(SIGNATURE_TAIL_BYTES, path.stat().st_size), os.SEEK_END)
             name, cure = find_signature(head, file.read()) or ("", "name the folder of an image")
         if not name and head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             name, cure = "damaged UTF-16 or UTF-32", "save it as UTF-8 where you made it"
-        if name and (kind := _find_compression(path)):
-            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[kind]} > RESULT"
+        if name and (compression := _find_compression(path)):
+            name, cure = f"{name}, in a compressed file", f"{UNPACK_COMMANDS[compression]} > RESULT"
         if name or b"\0" in head[:32]:
             cure = fill_cure(cure, str(path))
             raise ValueError(f"{path} is {name or 'not text'}; expected rows: {cure}")
@@ -189,21 +197,24 @@ def _require_text(path: Path, head: bytes) -> None:
 
 @lru_cache(maxsize=8)  # it may be called for many rows
 def _encoding_cure(path: Path, times: tuple[int, int, int] | None) -> str | None:
+    """Return how to convert a file to UTF-8 (:func:`encodings.encoding_cure`). ``times`` is only
+    part of the cache's key: a file that has changed is read again."""
     with _open_bytes(path) as file:
-        head, kind = file.peek(HEAD_BYTES), _find_compression(path)
-    return encoding_cure(str(path), suffix_of(path), head, UNPACK_COMMANDS.get(kind, ""))
+        head = file.peek(HEAD_BYTES)
+    unpack_command = UNPACK_COMMANDS.get(_find_compression(path), "")
+    return encoding_cure(str(path), suffix_of(path), head, unpack_command)
 
 
 def _find_encoding_problem(path: Path, text: str) -> str | None:
-    """Return which part of a text from a file is not UTF-8, or None."""
+    """Return which part of a text was not UTF-8 in the file at ``path``, or None."""
     if INVALID_BYTE_RE.search(text) is None:
         return None
     return find_encoding_problem(text, _encoding_cure(path, file_times(str(path))))
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
-    """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, so
-    that the reader can report their line."""
+    """Open a text file, which may be compressed. In UTF-8 files, invalid bytes become surrogates,
+    so that the reader can report their line."""
     stream = _open_bytes(path)
     encoding = find_encoding(stream.peek(HEAD_BYTES))
     errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
@@ -214,35 +225,39 @@ def _find_compression(path: Path) -> str:
     """Return the name of a file's compression; empty if it has none."""
     with path.open("rb") as file:
         head = file.read(6)
-    return next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), "")
+    return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), "")
 
 
 def _open_bytes(path: Path) -> io.BufferedReader:
     """Open a file, which may be compressed."""
-    kind = _find_compression(path)
-    if not kind:
+    compression = _find_compression(path)
+    if not compression:
         return io.BufferedReader(io.FileIO(path), HEAD_BYTES)
-    return io.BufferedReader(_Unpacked(path, kind), 2**20)
+    return io.BufferedReader(_UnpackedFile(path, compression), 2**20)
 
 
-class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a compressed file, limited against decompression bombs."""
+class _UnpackedFile(io.RawIOBase):
+    """The unpacked bytes of a compressed file, of which there may be at most ``max_bytes``.
 
-    def __init__(self, path: Path, kind: str):
+    The limit protects against decompression bombs.
+    """
+
+    def __init__(self, path: Path, compression: str):
         import pyarrow  # imported here because only compressed files need it
 
-        self.path, self.size, self.unpacked = path, path.stat().st_size, 0
+        self.path, self.size, self.num_unpacked = path, path.stat().st_size, 0
         self.max_bytes = max(MAX_UNPACKED_BYTES, MAX_EXPANSION * self.size)
-        open_stream: Any = lzma.open if kind == "xz" else pyarrow.input_stream
-        self.stream = open_stream(str(path), **({} if kind == "xz" else {"compression": kind}))
+        open_stream: Any = lzma.open if compression == "xz" else pyarrow.input_stream
+        options = {} if compression == "xz" else {"compression": compression}
+        self.stream = open_stream(str(path), **options)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         content = self.stream.read(len(buffer))
-        self.unpacked += len(content)
-        if self.unpacked > self.max_bytes:
+        self.num_unpacked += len(content)
+        if self.num_unpacked > self.max_bytes:
             raise ValueError(
                 f"{self.path} has {self.size:,} bytes, and unpacks to over "
                 f"{self.max_bytes:,}; real data does not compress so well: if this is intended, "
@@ -257,7 +272,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _JsonReader:
-    """Decodes JSON, and records repeated keys and huge numbers as a problem of the value."""
+    """Decodes JSON values. A repeated key or a huge integer becomes the value's problem."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -281,31 +296,33 @@ class _JsonReader:
         return 0
 
     def pop_problem(self, text: str) -> str | None:
-        """Return the problem of the value that was decoded last, from ``text``, and reset it."""
+        """Return the problem of the value that was decoded last, or None, and forget it. ``text``
+        is the JSON of this value."""
         problem, self.problem = self.problem, None
         return _find_encoding_problem(self.path, text) or problem
 
 
 def _read_json_lines(path: Path, must_parse: Callable[[int], bool]) -> NumberedRows:
-    reader, row_numbers = _JsonReader(path), count()
-    # splitlines() would also split at line separators inside of JSON strings.
+    reader, row_indices = _JsonReader(path), count()
+    # readline() is used because splitlines() also splits at line separators inside of JSON strings.
     with open_text(path) as lines:
-        read_line = partial(lines.readline, MAX_CHARACTERS)
+        read_line = partial(lines.readline, MAX_ROW_CHARACTERS)
         for line, text in enumerate(iter(read_line, ""), start=1):
-            if len(text) == MAX_CHARACTERS and text[-1] != "\n":
-                next(row_numbers)
+            if len(text) == MAX_ROW_CHARACTERS and text[-1] != "\n":
+                next(row_indices)
                 yield line, RowProblem(line, TOO_LONG)
                 while text and text[-1] != "\n":
                     text = read_line()
             elif text.strip():
-                is_needed = must_parse(next(row_numbers))
+                is_needed = must_parse(next(row_indices))
                 yield line, _parse_json_line(line, text, reader) if is_needed else None
 
 
 def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:
     value = None
     try:
-        # With its line feed, errors would name the next line. Joined files have marks inside.
+        # The line feed is removed, because with it some errors would name the next line. A byte
+        # order mark is inside of a file that was joined from several files.
         value = reader.decoder.decode(text.removeprefix("\ufeff").rstrip("\n"))
     except json.JSONDecodeError as error:
         problem = f"not JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
@@ -322,7 +339,8 @@ def _read_json_array(path: Path) -> NumberedRows:
 
 
 def _read_json_object(path: Path) -> NumberedRows:
-    """Return the elements of the one list that contains the rows."""
+    """Return the rows of a JSON object: the elements of its only list whose key is not one of
+    :data:`NON_ROW_LISTS`."""
     document: dict[str, Any] = {}
     for name, number, value in _iter_elements(path):
         if number:
@@ -355,7 +373,7 @@ def _find_header_problem(path: Path, first: str, names: list[str]) -> str | None
         for name in names
         if name.lower().endswith(IMAGE_SUFFIXES) or CELL_VALUE_RE.fullmatch(name)
     ]
-    # pandas writes numbers as the names of columns that have none.
+    # Names 0, 1, 2 and so on are accepted: pandas gives them to columns without a name.
     if values != [*map(str, range(len(values)))]:
         return (
             f"{quoted(values[0])} is a value, not the name of a column: add a first line with the "
@@ -374,21 +392,21 @@ def _find_header_problem(path: Path, first: str, names: list[str]) -> str | None
 
 def _read_csv(path: Path) -> NumberedRows:
     """Yield the rows of a CSV, keyed by the names in its first line."""
-    csv.field_size_limit(MAX_CHARACTERS)
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
     num_characters, line = 0, 1
 
     def read_lines(file: TextIO) -> Iterator[str]:
         nonlocal num_characters
-        for text in iter(partial(file.readline, MAX_CHARACTERS), ""):
+        for text in iter(partial(file.readline, MAX_ROW_CHARACTERS), ""):
             num_characters += len(text)
-            if num_characters > MAX_CHARACTERS:
+            if num_characters > MAX_ROW_CHARACTERS:
                 raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
             yield text.removeprefix("\ufeff")  # inside of files that were joined from several
 
     with open_text(path, newline="") as file:
         lines = read_lines(file)
         first = next(lines, "")
-        separator = SEPARATOR_LINE_RE.fullmatch(first)  # a line that Excel writes
+        separator = SEPARATOR_LINE_RE.fullmatch(first)  # "sep=;", a line that Excel writes
         first = next(lines, "") if separator else first
         unquoted = re.sub('"[^"]*"', "", first)
         delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=unquoted.count)
@@ -423,28 +441,31 @@ def _read_csv(path: Path) -> NumberedRows:
 
 
 def _iter_elements(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield the elements of an array, or of each list in an object, as triples: the list's key, the
-    element's number (from 1), and the element or a :class:`RowProblem`. A value in the object that
-    is not a list has the number 0."""
+    """Yield the elements of a JSON array, or of each list in a JSON object.
+
+    They are yielded as triples: the list's key (empty for an array), the element's number (from 1),
+    and the element or a :class:`RowProblem`. A value in the object that is not a list has the
+    number 0.
+    """
     document = _JsonDocument(path)
     if document.next_character() == "[":
-        for number in document.items("[]"):
-            yield "", number, document.value(number)
+        for number in document.iter_items("[]"):
+            yield "", number, document.read_value(number)
     else:
-        names: set[str] = set()
-        for _ in document.items("{}"):
+        keys: set[str] = set()
+        for _ in document.iter_items("{}"):
             if document.next_character() != '"':
-                document.take('"')
-            name = str(document.value(1))
-            if name in names:
-                raise document.error(f"the key {quoted(name)} occurs twice")
-            names.add(name)
-            document.take(":")
+                document.read_character('"')
+            key = str(document.read_value())
+            if key in keys:
+                raise document.error(f"the key {quoted(key)} occurs twice")
+            keys.add(key)
+            document.read_character(":")
             if document.next_character() == "[":
-                for number in document.items("[]"):
-                    yield name, number, document.value(number)
+                for number in document.iter_items("[]"):
+                    yield key, number, document.read_value(number)
             else:
-                yield name, 0, document.value(1)
+                yield key, 0, document.read_value()
     if document.next_character():
         raise document.error("the JSON value has ended, but the file continues")
 
@@ -464,26 +485,28 @@ class _JsonDocument:
             )
         self.path, self.position, self.reader = path, 0, _JsonReader(path)
 
-    def items(self, brackets: str) -> Iterator[int]:
-        """Yield the number of each item of the array or object that comes next. The caller decodes
-        each item before it takes the next number."""
-        self.take(brackets[0])
-        if self.next_character() == brackets[1]:
-            self.take(brackets[1])
+    def iter_items(self, brackets: str) -> Iterator[int]:
+        """Yield the number (from 1) of each item of the array or object at the current position.
+        The caller must read an item before it advances this iterator."""
+        opening, closing = brackets[0], brackets[1]
+        self.read_character(opening)
+        if self.next_character() == closing:
+            self.read_character(closing)
             return
         for number in count(1):
             yield number
-            if self.take(f",{brackets[1]}") == brackets[1]:
+            if self.read_character(f",{closing}") == closing:
                 return
 
     def next_character(self) -> str:
-        """Return the next character that is not blank; empty at the end."""
+        """Move to the next character that is not blank, and return it; empty at the end."""
         blank = BLANKS_RE.match(self.text, self.position)
         assert blank is not None  # the match may be empty
         self.position = blank.end()
         return self.text[self.position : self.position + 1]
 
-    def take(self, expected: str) -> str:
+    def read_character(self, expected: str) -> str:
+        """Move behind the next character that is not blank, which must be in ``expected``."""
         character = self.next_character()
         if not character or character not in expected:
             has = f"has {character!r}" if character else "ends"
@@ -491,17 +514,18 @@ class _JsonDocument:
         self.position += 1
         return character
 
-    def value(self, number: int) -> Any:
+    def read_value(self, number: int = 1) -> Any:
+        """Read the value at the current position; ``number`` is its number in messages."""
         self.next_character()
-        begin = self.position
+        start = self.position
         try:
-            value, self.position = self.reader.decoder.raw_decode(self.text, begin)
+            value, self.position = self.reader.decoder.raw_decode(self.text, start)
         except json.JSONDecodeError as error:
             self.position = error.pos
             raise self.error(f"row {number} is not JSON: {error.msg}; {JSON_CURE}") from None
         except RecursionError:
             raise self.error(TOO_DEEPLY_NESTED) from None
-        problem = self.reader.pop_problem(self.text[begin : self.position])
+        problem = self.reader.pop_problem(self.text[start : self.position])
         return value if problem is None else RowProblem(number, problem)
 
     def error(self, problem: str) -> ValueError:

@@ -59,7 +59,7 @@ class EvalGenerations:
         sampled = [int(fitting[int(n * stride)]) for n in range(min(max_rows, len(fitting)))]
         conversations = checked.conversations()
         self.questions = [make_question(row, conversations[row]) for row in sampled]
-        self.rows = [checked.row_labels[row] for row in sampled]
+        self.rows = [checked.sample_labels[row] for row in sampled]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 

@@ -309,8 +309,8 @@ def _choose_precision(
 def digest_data(checked: CheckedData) -> str:
     """Return the sha256 of the rows for training and evaluation, their sources, and packing."""
     train_lines = [repr(checked.sources), repr(checked.eval_option), repr(checked.pack_to)]
-    train_lines += checked.row_digests
-    eval_lines = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
+    train_lines += checked.sample_digests
+    eval_lines = [] if checked.eval is None else ["evaluated", *checked.eval.sample_digests]
     return _sha256_of_lines([*train_lines, *eval_lines])
 
 
@@ -398,8 +398,9 @@ def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:
-        evaluated = _sha256_of_lines(checked.eval.row_digests)
-    return RowDigests(len(checked.row_digests), _sha256_of_lines(checked.row_digests), evaluated)
+        evaluated = _sha256_of_lines(checked.eval.sample_digests)
+    digests = checked.sample_digests
+    return RowDigests(len(digests), _sha256_of_lines(digests), evaluated)
 
 
 def _sha256_of_lines(lines: Iterable[str]) -> str:

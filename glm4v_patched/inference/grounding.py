@@ -56,7 +56,9 @@ def box_iou(answer: str, reference: str) -> float:
 def center_in_box(answer: str, reference: str) -> float:
     """Return the share of boxes whose center, where a click would go, is in the expected box."""
     return _mean_over_pairs(
-        answer, reference, lambda box, expected: float(box.area > 0 and expected.has_center_of(box))
+        answer,
+        reference,
+        lambda box, expected: float(box.area > 0 and expected.contains_center_of(box)),
     )
 
 

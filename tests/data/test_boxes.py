@@ -95,7 +95,9 @@ def test_a_box_as_thin_as_a_unit_has_an_extent_and_three_digits_at_every_edge(
     ],
 )
 def test_a_box_of_another_format_or_image_is_refused_with_its_numbers(numbers, box_format):
-    with pytest.raises(ValueError, match="the box .* is, as .*; expected left < right") as error:
+    with pytest.raises(
+        ValueError, match="the box .*, read as .*, goes from .*; expected left < right"
+    ) as error:
         to_thousandths(numbers, box_format, SIZE)
     assert f"{[*numbers]}" in str(error.value) and "data.boxes" in str(error.value)
 

@@ -56,7 +56,7 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
     }
     assert columns == {"tokens": tokens, "supervised": supervised, "num_images": [1, 0, 1]}
     assert checked.counts == EpochCounts(3, 2, sum(tokens), sum(supervised))
-    assert checked.row_labels == (1, 2, 3) and checked.skipped == 0
+    assert checked.sample_labels == (1, 2, 3) and checked.skipped == 0
     assert [image.path for image in checked.images] == [str(tmp_path / "a.png")]
 
 
@@ -105,8 +105,8 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         check(path, **options)
     checked = check(path, on_bad="skip", **options)
-    assert checked.row_labels == (2, 8) and checked.skipped == 6
-    assert checked.counts.samples == len(checked.row_digests) == 2
+    assert checked.sample_labels == (2, 8) and checked.skipped == 6
+    assert checked.counts.samples == len(checked.sample_digests) == 2
     assert checked.conversations()[1] == colors()
     words(capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["m.sqlite"]
@@ -143,14 +143,16 @@ def test_a_second_check_decodes_only_new_images(check, write, draw, decoded, any
     assert contents_of(check(Path(first.path))) == contents_of(first)
     mended = check(write(colors("a.png"), colors("b.png", "green"), colors("a.png", "red")))
     assert len(decoded) == 2
-    same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
+    same = [
+        old == new for old, new in zip(first.sample_digests, mended.sample_digests, strict=True)
+    ]
     assert same == [True, False, False]
 
 
 def test_an_image_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
     image = draw("a.bmp")
     path = write(colors("a.bmp"))
-    first, before = check(path).row_digests, image.stat()
+    first, before = check(path).sample_digests, image.stat()
     for change in ("time", "bytes", "renamed"):
         time.sleep(0.02)  # a tick of the file system's clock
         if change == "time":
@@ -162,7 +164,7 @@ def test_an_image_that_changed_is_decoded_again(check, write, draw, decoded, any
             os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
             other.rename(image)
         assert image.stat().st_size == before.st_size
-        assert (check(path).row_digests == first) == (change == "time")
+        assert (check(path).sample_digests == first) == (change == "time")
     assert len(decoded) == 4
 
 
@@ -232,7 +234,7 @@ def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, 
     )
     for content in ("", '{"version": 0}', f'{{"version": {CHECK_VERSION}, "path": "x"}}'):
         (tmp_path / "data.json").write_text(content)
-        with pytest.raises(ValueError, match=r"data\.json does not say which rows were checked"):
+        with pytest.raises(ValueError, match=r"data\.json does not contain the result of a check"):
             CheckedData.read(tmp_path / "data.json")
 
 
@@ -265,7 +267,7 @@ def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_pa
             (tmp_path / folder / name).write_bytes(png(color))
         parts = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
         row = [said("user", [*parts, {"type": "text", "text": "red"}]), said("assistant", "red")]
-        return check(write_rows(tmp_path / folder / "data.jsonl", row, colors())).row_digests
+        return check(write_rows(tmp_path / folder / "data.jsonl", row, colors())).sample_digests
 
     one, same = digests("one", "red", "blue"), digests("two", "red", "blue")
     assert one == same and len({*one}) == 2
@@ -295,7 +297,7 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     with pytest.raises(ValueError, match=r"data\.json has rows with digest .* planned with"):
         train(plan)
     checked.unlink()
-    with pytest.raises(ValueError, match=r"data\.json does not say which rows .*No such file"):
+    with pytest.raises(ValueError, match=r"data\.json does not contain the result .*No such file"):
         train(plan)
 
 

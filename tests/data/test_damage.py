@@ -192,17 +192,17 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         return 0
     lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
     rows = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    assert checked.skipped == len(rows) - len(checked.row_labels)
+    assert checked.skipped == len(rows) - len(checked.sample_labels)
     if checked.skipped:
         with pytest.raises(ValueError) as refused:
             check()
-        for number in set(rows) - set(checked.row_labels):
+        for number in set(rows) - set(checked.sample_labels):
             assert re.search(rf"(:|also .*\b){number}\b", str(refused.value))
     else:
         assert contents_of(check()) == contents_of(checked)
-    for number, messages in zip(checked.row_labels, checked.conversations(), strict=True):
+    for number, messages in zip(checked.sample_labels, checked.conversations(), strict=True):
         assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
-    return len(checked.row_labels)
+    return len(checked.sample_labels)
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(5_000, marks=pytest.mark.exhaustive)])

@@ -72,7 +72,7 @@ def host(monkeypatch):
 
         port = server.getsockname()[1]
         monkeypatch.setattr(socket, "getaddrinfo", found)
-        monkeypatch.setattr(fetching, "PORTS", [port, 80, 443])
+        monkeypatch.setattr(fetching, "ALLOWED_PORTS", [port, 80, 443])
         monkeypatch.setattr(fetching, "is_public", lambda a: a == "127.0.0.1" or is_public(a))
         threading.Thread(target=serve, daemon=True).start()
         yield f"http://host:{port}", handlers
@@ -157,7 +157,7 @@ def test_the_address_that_was_looked_at_is_connected_to(host, monkeypatch):
     assert fetch(url) == b"image" and "host" in looked_up
     looked_up.clear()
     handlers.append(sends())
-    with pytest.raises(ValueError, match="no proxy is used.*download"):
+    with pytest.raises(ValueError, match="proxy is not used.*download"):
         fetch(url)
 
 

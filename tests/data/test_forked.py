@@ -44,14 +44,14 @@ def test_rows_of_several_processes_are_those_of_one(tmp_path, monkeypatch, proce
             sources, processor, 8192, on_bad="skip", image_cache=tmp_path / "memory" / "m.sqlite"
         )
         rows = [checked.rows[at] for at in range(len(checked.rows))]
-        results.append((rows, checked.skipped, checked.files, checked.row_labels))
+        results.append((rows, checked.skipped, checked.files, checked.sample_labels))
     assert results[0] == results[1] and 15 < len(results[0][0]) < 23 and results[0][1] > 0
     assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["m.sqlite"]
 
 
 def test_shards_together_have_the_rows_of_a_file(tmp_path, monkeypatch):
     """The first row decides on the format of all, and a line may be too long to be read."""
-    monkeypatch.setattr(text_rows, "MAX_CHARACTERS", 300)
+    monkeypatch.setattr(text_rows, "MAX_ROW_CHARACTERS", 300)
     other = {"instruction": "What is it?", "output": "A cat."}
     rows = [{}, other, conversation(1), other, conversation(6) | {"id": "x" * 400}, other, other]
     path = tmp_path / "a.jsonl"

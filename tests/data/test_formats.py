@@ -296,7 +296,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, words):
 
 
 def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("glm4v_patched.data.text_rows.MAX_CHARACTERS", 1000)
+    monkeypatch.setattr("glm4v_patched.data.text_rows.MAX_ROW_CHARACTERS", 1000)
     path = tmp_path / "a.jsonl"
     for end in ("\n", ""):
         path.write_text(f"{GOOD}\n{'x' * 999}\n{'x' * 5000}\n{GOOD}\n{'x' * 1000}{end}")

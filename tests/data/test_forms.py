@@ -216,7 +216,7 @@ LIMIT = 2**20
     ],
 )
 def test_a_row_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, name, start, filler):
-    for limit in ("MAX_CHARACTERS", "MAX_DOCUMENT_CHARACTERS"):
+    for limit in ("MAX_ROW_CHARACTERS", "MAX_DOCUMENT_CHARACTERS"):
         monkeypatch.setattr(text_rows, limit, LIMIT)
     path = tmp_path / f"{name}.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -314,7 +314,7 @@ def test_a_folder_of_llama_factory_is_refused_and_a_file_of_it_is_read(tmp_path)
     (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
     (tmp_path / "mine.json").write_text('[{"q": "q", "more": "r", "a": "b"}]')
     with pytest.raises(
-        ValueError, match="LLaMA-Factory's folder.* the file of one of its data sets"
+        ValueError, match="a folder of LLaMA-Factory.* the file of one of its data sets"
     ):
         read(tmp_path, subset="mine")
     columns = {"question": ["q", "more"], "answer": "a"}

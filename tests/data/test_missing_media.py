@@ -135,7 +135,7 @@ def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch,
     assert all(isinstance(row, RowProblem) and f'"{image}" (' in row.text for row in lost)
     # Also as it is streamed, and asked.
     source = make_sources([{"path": str(path), **fields}], {})[0]
-    assert f'"{image}" (' in next(iter(StreamDataset([source], 1, buffer=1))).problem
+    assert f'"{image}" (' in next(iter(StreamDataset([source], 1, buffer_size=1))).problem
     with pytest.raises(ValueError, match=rf'rows cannot be used:\n.*"{image}" \('):
         read_questions(source)
 

@@ -70,7 +70,7 @@ def test_tables_with_images_in_them_are_read_by_their_splits(saved, cache):
     assert Path(red).read_bytes() == png() and Path(red).parent == cache and again == red
     assert Path(blue).read_bytes() == png("blue") and second == turns()
     assert read_conversations(DataSource(str(saved), split="test")) == [turns()]
-    with pytest.raises(ValueError, match="has the splits test, train and not val: name one"):
+    with pytest.raises(ValueError, match="has the splits test, train and not val: set split"):
         read_conversations(DataSource(str(saved), split="val"))
 
 
@@ -187,7 +187,7 @@ def served(tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         server.folder = str(folder)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(fetching, "PORTS", [server.server_port])
+        monkeypatch.setattr(fetching, "ALLOWED_PORTS", [server.server_port])
         monkeypatch.setattr(fetching, "is_public", lambda address: True)
         yield folder, f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -34,7 +34,7 @@ def test_sets_are_read_one_after_the_other(check, write):
     checked = check(a, b)
     rows = [row(0, "a"), row(1, "a"), row(2, "a"), row(0, "b"), row(1, "b")]
     assert [*checked.conversations()] == rows
-    assert checked.row_labels == ("a:1", "a:2", "a:3", "b:1", "b:2")
+    assert checked.sample_labels == ("a:1", "a:2", "a:3", "b:1", "b:2")
     assert checked.row_location(4) == f"{b.path}:2"
     assert check(DataSource(a.path, weight=2.0), b).row_location(6) == f"{b.path}:1"
     Path(b.path).write_text('{"messages": []}\n5')
@@ -50,7 +50,7 @@ def test_a_weight_is_how_often_a_row_comes(check, write):
     assert {counts[f"What is {n}a?"] for n in range(10)} == {1}
     assert {counts[f"What is {n}b?"] for n in range(10)} == {2}
     assert sorted(counts[f"What is {n}c?"] for n in range(10)) == [1] * 7 + [2] * 3
-    assert len(checked.row_digests) == checked.counts.samples == 43
+    assert len(checked.sample_digests) == checked.counts.samples == 43
     assert check(DataSource(c.path, weight=0.28)).counts.samples == 3
     # The same rows, whatever their order.
     again = asked(check(DataSource(c.path, weight=1.3)))
@@ -120,7 +120,7 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
     check(write("b", range(9))).write(tmp_path / "other.json")
     for content in (stored.read_bytes()[:-100], (tmp_path / "other.arrow").read_bytes()):
         stored.write_bytes(content)
-        with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
+        with pytest.raises(ValueError, match=r"out\.json does not contain the result .*out\.arrow"):
             CheckedData.read(tmp_path / "out.json")
     # Faults of many parts are of their rows.
     lines = Path(source.path).read_text().splitlines()

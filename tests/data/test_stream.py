@@ -43,12 +43,12 @@ def taken(stream: StreamDataset, number: int) -> list[str | None]:
 
 @pytest.mark.parametrize("buffer", [1, 7, 1000])
 def test_each_pass_has_every_row_once_in_another_order(rows, buffer):
-    order = taken(StreamDataset([rows], 1, buffer=buffer, seed=3), 40)
+    order = taken(StreamDataset([rows], 1, buffer_size=buffer, seed=3), 40)
     everything = [str(n) for n in range(20)]
     assert sorted(order[:20], key=int) == sorted(order[20:], key=int) == everything
     assert (order[:20] == everything) == (buffer == 1)
     assert buffer == 1 or order[:20] != order[20:]
-    assert buffer == 1 or order != taken(StreamDataset([rows], 1, buffer=buffer, seed=4), 40)
+    assert buffer == 1 or order != taken(StreamDataset([rows], 1, buffer_size=buffer, seed=4), 40)
 
 
 def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
@@ -68,8 +68,8 @@ def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
-    whole = taken(StreamDataset([rows], 2, buffer=5), 50)
-    rest = StreamDataset([rows], 2, buffer=5, start=26)
+    whole = taken(StreamDataset([rows], 2, buffer_size=5), 50)
+    rest = StreamDataset([rows], 2, buffer_size=5, num_used=26)
     loader = DataLoader(rest, 2, collate_fn=asked, num_workers=workers)
     assert sum(islice(loader, 12), []) == whole[26:]
 
@@ -77,10 +77,10 @@ def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
 def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     """A run that ended at it goes on with the rows that it has not learned; and of two readers, of
     which one cannot fetch an image, none has the other's rows."""
-    right = taken(StreamDataset([rows], 1, buffer=6), 40)
+    right = taken(StreamDataset([rows], 1, buffer_size=6), 40)
     lines = Path(rows.path).read_text().splitlines()
     wrong = written(tmp_path / "wrong.jsonl", *lines[:7], "{", turns("8", 7), *lines[9:])
-    streamed_rows = [*islice(StreamDataset([wrong], 1, buffer=6), 40)]
+    streamed_rows = [*islice(StreamDataset([wrong], 1, buffer_size=6), 40)]
     assert asked(streamed_rows) == [None if n in ("7", "8") else n for n in right]
     assert {row.location for row in streamed_rows if row.problem} == {
         f"{wrong.path}:{n}" for n in (8, 9)
@@ -121,7 +121,7 @@ def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_bu
             yield row
 
     monkeypatch.setattr(stream, "iter_rows", noted)
-    assert len({*taken(StreamDataset([rows] * 4, 1, buffer=8), 30)}) > 10
+    assert len({*taken(StreamDataset([rows] * 4, 1, buffer_size=8), 30)}) > 10
     assert len(read) <= 30 + 8 + 4
 
 
@@ -133,7 +133,7 @@ def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(tmp_path):
         ([], (0, 1), "", "it is empty"),
     ):
         source = written(tmp_path / "rows", *content)
-        *_, last, again = islice(StreamDataset([source], 1, shard=shard, buffer=1), 5)
+        *_, last, again = islice(StreamDataset([source], 1, shard=shard, buffer_size=1), 5)
         assert last == again and last.is_last
         assert last.location == source.path + location and message in last.problem
 
@@ -153,7 +153,7 @@ def streamed(tmp_path):
 
     def stream_them(*rows) -> list:
         file = written(tmp_path / "given.jsonl", *rows)
-        return [*islice(StreamDataset([file], len(rows), buffer=1), len(rows))]
+        return [*islice(StreamDataset([file], len(rows), buffer_size=1), len(rows))]
 
     return stream_them
 

@@ -34,15 +34,15 @@ def test_each_process_gets_its_share_of_the_cores_but_one(machine):
         (64, 2, 8),
     ):
         machine(cores)
-        assert default_workers(processes, images=4, side=1120) == number
+        assert default_workers(processes, max_images=4, side=1120) == number
 
 
 def test_batches_fit_into_half_of_the_shared_memory(machine):
     batch = 4 * 3 * 4 * 1120**2  # fp32
     machine(32, shared_memory=2 * 2 * 3 * 5 * batch)
-    assert default_workers(2, images=4, side=1120) == 5
+    assert default_workers(2, max_images=4, side=1120) == 5
     machine(32, shared_memory=64 * 2**20)  # Docker's
-    assert [default_workers(1, images=number, side=1120) for number in (4, 0)] == [0, 8]
+    assert [default_workers(1, max_images=number, side=1120) for number in (4, 0)] == [0, 8]
 
 
 def test_what_a_recipe_says_of_workers_is_done_and_left_where_none_can_be_had(machine):

@@ -109,7 +109,7 @@ def test_the_rows_that_are_answered_are_spread_over_all_that_fit():
     checked: Any = SimpleNamespace(
         column=lambda _: np.array([20, 5, 5, 5, 20, 5, 5, 5]),
         conversations=lambda: [[{"role": "user", "content": "q"}]] * 8,
-        row_labels=range(8),
+        sample_labels=range(8),
     )
     sample = evaluation.EvalGenerations(checked, None, Path(), 3, TOKENS, 2, max_positions=10)
     assert sample.rows == [1, 3, 6]

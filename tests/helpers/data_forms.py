@@ -43,7 +43,7 @@ def contents_of(checked: CheckedData) -> tuple:
     """All that a check has found, to compare it with another's."""
     files = [(file.path, file.sha256) for file in (*checked.files, *checked.images)]
     sizes = [checked.column(name).tolist() for name in SampleSize._fields]
-    rows = checked.row_labels, checked.row_digests, [*checked.conversations()]
+    rows = checked.sample_labels, checked.sample_digests, [*checked.conversations()]
     plain = checked.sources, checked.pack_to, checked.skipped, checked.eval_option
     return *plain, files, sizes, rows, checked.eval and contents_of(checked.eval)
 

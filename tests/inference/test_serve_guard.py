@@ -457,7 +457,7 @@ def shop(monkeypatch):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(fetching, "PORTS", [server.server_port])
+        monkeypatch.setattr(fetching, "ALLOWED_PORTS", [server.server_port])
         # Which would fetch it.
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
         yield server.server_port, requests
