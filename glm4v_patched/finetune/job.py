@@ -59,7 +59,7 @@ class Job:
         return is_lora(self.options.trained)
 
     def with_base(self, base: ModelSource) -> "Job":
-        """Return this job with a pinned base model."""
+        """Return this job with another description of its base model, such as one with a commit."""
         return replace(self, base=base)
 
     def settings(self, processes: int) -> dict[str, Any]:

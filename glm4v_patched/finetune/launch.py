@@ -183,7 +183,7 @@ def _recorded(folder: Path, old_names: list[str], adapters: bool) -> Iterator[No
 
 
 def require_model(job: Job) -> Job:
-    """Return the job with a pinned base model.
+    """Check the base model, and return the job with the model's commit on the Hub.
 
     Raises:
         ValueError: The model is missing or incomplete, or not the one that its adapters were

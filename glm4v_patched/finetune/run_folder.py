@@ -269,6 +269,8 @@ def start_record(folder: Path, old_names: list[str]) -> None:
         for name in removed:
             _remove(folder / name)
         print(f"removed from {folder}: {listed(removed, limit=100)}", flush=True)
+    # No record is made if the folder has a file that no run wrote but some run may write, such as
+    # README.md: the record would list it as a run's file.
     present = run_file_names(folder)
     if read_record(folder) is not None or all(map(_is_left_by_stopped_run, present)):
         _write_record(folder, None)

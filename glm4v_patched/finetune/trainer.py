@@ -61,6 +61,8 @@ class RecipeTrainer(Trainer):
 
     Attributes:
         glm4v: ``model``, or the glm-4v inside of peft's model.
+        divergence: The callback that ends a diverged run.
+        bad_rows: The callback that ends the run of a stream at a row that cannot be used.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class RecipeTrainer(Trainer):
         return metrics
 
     def _save_initial_checkpoint(self, metrics: dict[str, float]) -> None:
-        """Save the initial weights as a checkpoint if the best ones are kept: they may be best."""
+        """If the best weights are kept, save the initial ones as a checkpoint: they may be best."""
         keeps_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
         self.control.should_save = keeps_best
         if self._determine_best_metric(metrics, None) and keeps_best:

@@ -14,7 +14,7 @@ from glm4v_patched.finetune.preflight import validate_recipe
 from glm4v_patched.finetune.recipe.file import RecipeError, set_nested
 from glm4v_patched.finetune.recipe.sections import check_values, declared_fields
 from glm4v_patched.finetune.recipe.trainer import installed_fields
-from glm4v_patched.finetune.recipe.types import annotated, expected
+from glm4v_patched.finetune.recipe.types import annotated_type, expected_in_words
 from tests.helpers.recipes import LEAST
 
 
@@ -286,7 +286,7 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(recipe_file, laid_ou
 
 
 def test_every_field_of_files_or_folders_is_a_path():
-    words = {name: expected(annotated(field)) for name, field in declared_fields()}
+    words = {name: expected_in_words(annotated_type(field)) for name, field in declared_fields()}
     paths = set()
     for name in words:
         faults = check_values(set_nested(LEAST, {name: "~nobody-of-this-name/a"})).problems

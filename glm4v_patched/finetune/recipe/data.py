@@ -32,7 +32,7 @@ ROWS_READ_WITHOUT_CHECK = 20
 CheckExtent = Annotated[
     str,
     Field(pattern="^(all|none|first [1-9][0-9]{0,8})$"),
-    Expected("all, none or first N, N > 0"),
+    Expected("all, none, first N with N > 0"),
 ]
 
 

@@ -109,7 +109,7 @@ def _model_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         and os.path.isdir(model)
         and not os.path.isfile(os.path.join(model, "adapter_config.json"))
     ):
-        text = f'revision is "{revision}", and {model} is a folder, without one; expected null'
+        text = f'revision is "{revision}", and {model} is a folder, which has none; expected null'
         yield RecipeProblem("revision", text)
     if trained is None:
         return

@@ -48,8 +48,8 @@ from .types import (
     PathText,
     Section,
     Text,
-    annotated,
-    expected,
+    annotated_type,
+    expected_in_words,
 )
 
 # Minimum similarity (difflib's ratio) of a word and the choice that is suggested for it.
@@ -88,7 +88,7 @@ class Recipe(Section):
     ] = "full"
     """full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
-    parts of the model, as [projector, language_model]."""
+    parts of the model, such as [projector, language_model]."""
     lora: LoraOptions = LoraOptions()
     engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
@@ -179,11 +179,11 @@ def check_values(values: Any) -> CheckedValues:
     problems: list[RecipeProblem] = []
     valid = {}
     for name, field in declared_fields():
-        section, path = (name.partition(".")[0],), tuple(name.split("."))
-        if path in by_path or (section in by_path and section != path):
-            continue  # the field, or something in place of its section, is checked below
+        path = tuple(name.split("."))
+        if path in by_path or path[:1] in by_path:
+            continue  # the field, or a value in place of its section, is checked below
         if field.is_required():
-            text = f"{name} is missing; expected {expected(annotated(field))}"
+            text = f"{name} is missing; expected {expected_in_words(annotated_type(field))}"
             problems.append(RecipeProblem(name, text))
         else:
             valid[name] = field.default
@@ -217,7 +217,7 @@ def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]
 def _type_of(path: tuple[str, ...]) -> Any:
     """Return the type of a field with its metadata, or None if there is no such field."""
     if path in DECLARED_FIELDS:
-        return annotated(DECLARED_FIELDS[path])
+        return annotated_type(DECLARED_FIELDS[path])
     if len(path) == 2 and path[0] == "trainer" and trainer_field_refusal(path[1]) is None:
         annotation = installed_fields().get(path[1])
         return None if annotation is None else annotation | None
@@ -280,7 +280,7 @@ def describe_fields() -> str:
     for name, field in declared_fields():
         default = field.default if isinstance(field.default, str) else short_json(field.default)
         note = "required" if field.is_required() else f"default {default}"
-        lines.append(f"{name}: {expected(annotated(field))} ({note})")
+        lines.append(f"{name}: {expected_in_words(annotated_type(field))} ({note})")
         text = " ".join((field.description or "").split())
         lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
     # The other fields are not listed, because importing transformers takes seconds.
@@ -293,7 +293,7 @@ def _describe_invalid(name: str, value: Any, annotation: Any, error: ValidationE
     causes = [detail.get("ctx", {}).get("error") for detail in error.errors(include_url=False)]
     if paths := [cause for cause in causes if isinstance(cause, PathError)]:
         return f"{name}: {paths[0]}"
-    words = expected(annotation)
+    words = expected_in_words(annotation)
     return f"{name} is {short_json(value)}; expected {words}{_suggest(name, value, annotation)}"
 
 
@@ -304,7 +304,10 @@ def _suggest(name: str, value: Any, annotation: Any) -> str:
     texts = value if isinstance(value, list | dict) else [value]
     words = [word for text in texts if isinstance(text, str) for word in text.split("+")]
     # The description of a type in words contains its choices, too.
-    choices = [*_literals(annotation), *re.split(", | or |: |a list of ", expected(annotation))]
+    choices = [
+        *_literals(annotation),
+        *re.split(", | or |: |a list of ", expected_in_words(annotation)),
+    ]
     suggestions: dict[str, None] = {}
     for word in words[:MAX_PROBLEMS]:
         if word not in choices:
@@ -322,7 +325,7 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
-    """Return the message for a key that is no field.
+    """Return the message for a key that is not a field.
 
     Args:
         num_before: Number of earlier problems. After :data:`MAX_PROBLEMS`, which is how many are
@@ -337,16 +340,17 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     message = f"{name} is not a field of a recipe"
     if num_before >= MAX_PROBLEMS:
         return message
-    names = [name for name, _ in declared_fields()]
+    names = [declared for declared, _ in declared_fields()]
     if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key with a dot; expected the key {field} under {section}:"
     section = path[0] if len(path) > 1 else ""
     siblings = SECTIONS.get(section, Recipe.model_fields)
-    full_names = {known.rpartition(".")[2]: known for known in names}
+    full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
     if section == "trainer":
-        full_names |= {known: f"trainer.{known}" for known in installed_fields()}
-    full_names |= {inner: f"{section}.{inner}".strip(".") for inner in siblings}
+        full_names |= {field: f"trainer.{field}" for field in installed_fields()}
+    # Of several fields with the same last name, the one in the key's own section is suggested.
+    full_names |= {field: f"{section}.{field}".strip(".") for field in siblings}
     if path[-1] not in full_names and (suggestion := field_suggestion(path[-1])):
         return f"{message}; {suggestion}"
     if close := difflib.get_close_matches(path[-1], full_names, 1):

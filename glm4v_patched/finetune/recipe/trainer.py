@@ -86,7 +86,7 @@ class TrainerFields(Section):
         Positive | dict[Literal["tower", "projector", "language_model"], Positive],
         Expected("a number above 0, or one for each part"),
     ]
-    """The highest learning rate of the schedule. Parts of the model may have their own, as
+    """The highest learning rate of the schedule. Parts of the model may have their own, such as
     {tower: 1e-6, language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
@@ -99,8 +99,8 @@ class TrainerFields(Section):
     seed: Seed = 0
     """Seed of the order of rows, and of newly initialized adapters."""
     logging_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Number of steps between log entries of the loss; null: about 50 entries a run. It is also
-    logged with each evaluation and checkpoint, and at the end."""
+    """Number of steps between log entries; null: about 50 entries a run. The loss is also logged
+    with each evaluation and checkpoint, and at the end."""
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"] | None, MAY_CHANGE] = None
     """When to save a checkpoint to resume from; null: "steps" if save_steps is set, else "no".
     The last step has none, since the model itself is saved there."""

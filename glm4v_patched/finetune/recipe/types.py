@@ -62,13 +62,13 @@ _TYPE_WORDS: dict[Any, str] = {
 _LIMIT_WORDS = {"gt": " above ", "ge": " from ", "lt": " to below ", "le": " to "}
 
 
-def annotated(field: FieldInfo) -> Any:
+def annotated_type(field: FieldInfo) -> Any:
     """Return the type of a field with its metadata, as ``Annotated``."""
     # Annotated needs at least one item of metadata, so None is added, which has no meaning.
     return Annotated[(field.annotation, *field.metadata, None)]
 
 
-def expected(annotation: Any) -> str:
+def expected_in_words(annotation: Any) -> str:
     """Describe in words the values that a type allows, such as "a number above 0 or null"."""
     *first, last = _choices_in_words(annotation)
     return f"{', '.join(first)} or {last}" if first else last
