@@ -41,7 +41,7 @@ MAX_WAIT = timedelta(days=7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the process of the rank in the environment, and return the exit status."""
+    """Run process 0 or another one, by the variable RANK, and return the exit status."""
     options = _parse_arguments(argv)
     try:
         rank, placement = _rank_and_placement(options.device == "cpu")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m glm4v_patched.finetune", description="A recipe on several machines."
+        prog="python -m glm4v_patched.finetune", description="Train a recipe on several machines."
     )
     add_recipe(parser)
     add_run_options(parser)
@@ -85,7 +85,7 @@ def _rank_and_placement(on_cpu: bool) -> tuple[int, Placement]:
             "glm4v-patched train RECIPE"
         )
     world_size = int(os.environ["WORLD_SIZE"])
-    # Set by torchrun and by DeepSpeed's launcher.
+    # torchrun sets the first of these variables, DeepSpeed's launcher the second.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
     return int(os.environ["RANK"]), Placement(world_size, on_cpu, int(local_size))
 

@@ -202,7 +202,7 @@ def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     present = list_checkpoints(folder)
     if checkpoint.resolve() not in [path.resolve() for path in present]:
         names = listed([path.name for path in present], MAX_LISTED_PROBLEMS) or "none"
-        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; there: {names}")
+        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; its checkpoints: {names}")
     if problems := find_checkpoint_problems(checkpoint):
         raise ValueError(
             f"{checkpoint} is incomplete:\n  - {_as_list(problems)}\n"

@@ -120,6 +120,7 @@ def find_device_problems(
         processes: Number of GPUs to check; None for all.
     """
     if device == "cpu":
+        # Name of a field, its value that needs a GPU, and the value for a CPU.
         gpu_only = [("engine.optimizer", "adamw_8bit", "adamw"), ("engine.fp8", True, "false")]
         for name, value, expected in gpu_only:
             if values.get(name) == value:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..engine.memory_plan import GIB
 from ..terminal_text import Activity, show_progress, write_line
 from .checkpoints import checkpoint_step, list_checkpoints
 from .plots import plot_loss
 from .run_folder import LOSS_PLOT
 
 SECONDS_BETWEEN_PLOTS = 30
-GIB = 2**30
 
 
 def quiet_transformers() -> None:
@@ -86,6 +86,7 @@ class Progress(TrainerCallback):
         self.activity.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
+        # The next step is timed from here on.
         self._last_time = time.monotonic()
 
     on_save = on_evaluate

@@ -15,8 +15,8 @@ from .recipe.trainer import SCHEDULES_BY_METRIC
 
 # Of a run with more steps, about this many evenly spaced steps are checked.
 MAX_SAMPLED_STEPS = 10_000
-# A schedule that depends on a metric is tried with this many evaluations with a better metric each,
-# and then as many with the same metric.
+# A schedule that depends on a metric is tried with this many evaluations in which the metric falls,
+# and then as many in which it is higher and stays the same.
 NUM_EVALUATIONS = 50
 RATE_TOLERANCE = 1e-6  # relative
 # A schedule is most likely a mistake if its highest rate is below MIN_PEAK_SHARE of

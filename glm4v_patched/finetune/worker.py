@@ -108,8 +108,8 @@ def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progre
         callbacks=[CheckpointCallback(plan.fingerprint(checked), plan.loop.keep_checkpoints)],
         reuse_features=plan.reuse_features,
         processing_class=processor,
-        **_training_rows(plan, checked, processor, arguments),
-        **_eval_rows(plan, checked, processor),
+        **_training_data(plan, checked, processor, arguments),
+        **_eval_data(plan, checked, processor),
     )
     progress = Progress(
         plan.effective_batch * checked.batch_sequences().samples_per_sequence,
@@ -121,37 +121,35 @@ def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progre
     return trainer, progress
 
 
-def _training_rows(
+def _training_data(
     plan: Plan, checked: CheckedData, processor: Any, arguments: TrainingArguments
 ) -> dict[str, Any]:
     """Return the training data set (conversations, packs or a stream) and its collator."""
+    collator = ConversationCollator(processor, _stamps(checked))
     if plan.stream_buffer is not None:
+        batch_size = arguments.train_batch_size
+        shard = arguments.process_index, arguments.world_size
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        rows_per_step = batch_size * arguments.gradient_accumulation_steps  # of this process
+        num_done = plan.steps_done * rows_per_step
         stream = StreamDataset(
-            checked.sources,
-            arguments.train_batch_size,
-            (arguments.process_index, arguments.world_size),
-            arguments.seed if arguments.data_seed is None else arguments.data_seed,
-            plan.stream_buffer,
-            plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
+            checked.sources, batch_size, shard, seed, plan.stream_buffer, num_done
         )
-        collator = ConversationCollator(processor, _stamps(checked))
         max_positions = load_model_config(plan.base).seq_length
-        max_length = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamingCollator(collator, max_length, max_positions),
+            "data_collator": StreamingCollator(collator, plan.batch.sequence_length, max_positions),
         }
-    rows, packs = checked.conversations(), checked.batch_sequences().packs
+    conversations, packs = checked.conversations(), checked.batch_sequences().packs
     if packs is not None:
-        collator = PackingCollator(processor, _stamps(checked))
-        return {"train_dataset": PackedDataset(rows, packs), "data_collator": collator}
-    return {
-        "train_dataset": rows,
-        "data_collator": ConversationCollator(processor, _stamps(checked)),
-    }
+        return {
+            "train_dataset": PackedDataset(conversations, packs),
+            "data_collator": PackingCollator(processor, _stamps(checked)),
+        }
+    return {"train_dataset": conversations, "data_collator": collator}
 
 
-def _eval_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
+def _eval_data(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
     """Return the evaluation data set, its collator, and the generations, if there are any."""
     if checked.eval is None:
         return {}
