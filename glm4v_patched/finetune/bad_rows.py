@@ -81,7 +81,7 @@ class BadRowTracker(TrainerCallback):
         cure = ", or skip them (data.on_bad: skip)," if self.ends_run else ""
         raise BadRow(
             "rows cannot be used:\n  " + "\n  ".join(problems[:MAX_PRINTED]) + more + "\n"
-            f"checkpoint-{step} has the training up to there: correct the rows{cure} and resume"
+            f"the training so far is in checkpoint-{step}: correct the rows{cure} and resume"
         )
 
     def _print(self, problems: list[str]) -> None:

@@ -26,7 +26,8 @@ class LoopOptions:
 
     Args:
         rates: Learning rate of each part of the model; None if they all have the same.
-        max_nonfinite_steps: Number of NaN or infinite steps in a row that end the run.
+        max_nonfinite_steps: Number of steps in a row with a NaN or infinite loss or gradient norm
+            that end the run.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
         patience, threshold: Arguments of transformers' EarlyStoppingCallback; no early stopping if
@@ -78,9 +79,14 @@ def training_arguments(
         resumes: Whether the run resumes from a checkpoint.
         loading: Fields for the dataloader, from :func:`loader_options`.
     """
-    trainer_config = job.trainer
+    trainer_config, passthrough = job.trainer, job.trainer.passthrough_fields
     eval_every = trainer_config.eval_every(steps_per_epoch)
     from_recipe = trainer_config.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
+    # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and a
+    # run that resumes from that checkpoint would lack the evaluation.
+    save_strategy = trainer_config.effective_save_strategy
+    if save_strategy == "epoch":
+        save_strategy = "steps"
     decided: dict[str, Any] = {
         "output_dir": str(job.out),
         # The length of a run in epochs is passed as steps, so that schedule, log and plan agree.
@@ -88,24 +94,18 @@ def training_arguments(
         "per_device_eval_batch_size": trainer_config.eval_batch_size,
         "learning_rate": trainer_config.highest_rate,
         "warmup_steps": trainer_config.warmup(steps),
-        # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and
-        # a run that resumes from that checkpoint would lack the evaluation.
-        "save_strategy": "steps"
-        if trainer_config.effective_save_strategy == "epoch"
-        else trainer_config.effective_save_strategy,
+        "save_strategy": save_strategy,
         "save_steps": trainer_config.save_every(steps_per_epoch),
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
         "eval_delay": trainer_config.eval_delay(steps_per_epoch),
         # The checkpoint of a resumed run already has the results of this evaluation.
-        "eval_on_start": bool(trainer_config.passthrough_fields.get("eval_on_start"))
-        and not resumes,
+        "eval_on_start": bool(passthrough.get("eval_on_start")) and not resumes,
         "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,
-        "restore_callback_states_from_checkpoint": trainer_config.early_stopping_patience
-        is not None,
-        "logging_strategy": "no"
-        if trainer_config.passthrough_fields.get("logging_strategy") == "no"
-        else "steps",
+        "restore_callback_states_from_checkpoint": (
+            trainer_config.early_stopping_patience is not None
+        ),
+        "logging_strategy": "no" if passthrough.get("logging_strategy") == "no" else "steps",
         "logging_steps": trainer_config.log_every(steps, steps_per_epoch),
         "ignore_data_skip": job.data.is_streamed,  # a stream itself skips the rows of earlier steps
     }
