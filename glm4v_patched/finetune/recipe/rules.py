@@ -188,7 +188,7 @@ def _stream_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         eval_sets is not None and _is_null(values, "trainer.eval_strategy", "trainer.eval_steps")
     )
     epoch_end = "end of an epoch; expected trainer."
-    # What a stream does not know, and whether the recipe needs it.
+    # Whether the recipe needs something that a stream does not know, and what that is.
     unknowns = [
         (_is_null(values, "trainer.max_steps"), "number of rows; expected trainer.max_steps"),
         (values.get("data.pack_to") is not None, "lengths of rows; expected no data.pack_to"),
@@ -232,7 +232,7 @@ def _strategy_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
 
 
 def _evaluation_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    """Yield problems of fields that need evaluations, or checkpoints at the steps of these."""
+    """Yield problems of fields that need evaluations, or checkpoints at the evaluated steps."""
     get = values.get
     strategy, steps = get("trainer.eval_strategy"), get("trainer.eval_steps")
     loads_best, save_strategy = get("trainer.load_best_model_at_end"), get("trainer.save_strategy")
