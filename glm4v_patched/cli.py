@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from . import __version__
 from .bench.command import add_arguments as add_bench_arguments
 from .compare.command import add_arguments as add_compare_arguments
 from .doctor.command import add_arguments as add_doctor_arguments
-from .finetune.arguments import DEVICES, add_recipe, add_start
+from .finetune.arguments import DEVICES, add_recipe, add_run_options
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
 from .paths import to_path
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stop:
         print(f"glm4v-patched: {str(stop) or 'stopped'}", file=sys.stderr)
-        return 128 + getattr(stop, "number", 2)
+        return 128 + getattr(stop, "signum", signal.SIGINT)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -101,7 +102,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add_recipe(train)
     processes_help = "training processes, each on a GPU of its own; default: all GPUs"
     train.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
-    add_start(train)
+    add_run_options(train)
     train.add_argument(
         "--dry-run",
         action="store_true",

@@ -146,7 +146,7 @@ def checkpoint(tmp_path, recipe) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text("x")
     mine = Recipe.read(tmp_path / "recipe.json")
-    rows = digest_rows(check_data(resolve_recipe(mine)), with_evaluated=False)
+    rows = digest_rows(check_data(resolve_recipe(mine)), with_eval=False)
     write_checkpoint_manifest(
         checkpoint,
         ResumeFingerprint(resolve_recipe(mine).settings(2), identify(resolve_base(mine)), rows),

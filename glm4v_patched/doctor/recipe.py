@@ -76,7 +76,7 @@ def check_recipe(
         return findings
     # Imported here, because they import torch.
     from ..finetune.plan import check_data, make_plan
-    from ..finetune.summary import describe_data, describe_memory, describe_policies
+    from ..finetune.summary import describe_data, describe_engine, describe_memory
 
     # check_data prints the rows that are left out. They go to stderr, because --json prints JSON to
     # stdout.
@@ -89,7 +89,7 @@ def check_recipe(
             with errors_as_findings("memory and disk"):
                 plan = make_plan(job, placement, checked)
                 plan.require_memory_and_disk()
-                text = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
+                text = f"{describe_memory(plan) or 'a step fits'} ({describe_engine(plan)})"
                 fits = Finding("memory and disk", OK, text)
                 tight = replace(fits, verdict=WARNING, cure=MEMORY_CURE)
                 findings.append(tight if plan.is_tight else fits)

@@ -4,6 +4,10 @@ Every process that torchrun or DeepSpeed's launcher starts runs this module. Pro
 :mod:`launch` does on a single machine: it checks recipe, data and checkpoint, locks ``out``, and
 writes the plan there. The others wait for the plan. ``out`` has to be on a disk that all machines
 see under the same path, because all processes write a checkpoint, and process 0 marks it complete.
+
+The processes communicate by keys of torch's store: process 0 sets ``plan`` to the path and text of
+the plan. Each other process reads that file, and sets ``seen/RANK`` to "", or to its host's name if
+the file differs. Process 0 then sets ``go``; its value is empty if the training must not start.
 """
 
 import argparse
@@ -22,7 +26,7 @@ from ..engine.environment import training_environment
 from ..models.base import read_training_report
 from ..models.placement import Placement, place_processes
 from ..terminal_text import error_text
-from .arguments import add_recipe, add_start
+from .arguments import add_recipe, add_run_options
 from .ending import describe_end
 from .job import resolve_recipe
 from .launch import prepared
@@ -37,17 +41,19 @@ MAX_WAIT = timedelta(days=7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as process 0 or as another, by the rank in the environment; return the exit status."""
+    """Run process 0 or another one, by the variable RANK, and return the exit status."""
     options = _parse_arguments(argv)
     try:
         rank, placement = _rank_and_placement(options.device == "cpu")
         local_world_size = placement.local_processes or placement.processes
         # torch reads some of these variables when it is imported.
         os.environ.update(training_environment(local_world_size, placement.on_cpu))
-        # The PYTHONWARNINGS among them has no effect on a process that already runs.
+        # One of them is PYTHONWARNINGS, which has no effect on a process that already runs.
         warnings.simplefilter("ignore", FutureWarning)
         store = _join_store()
-        return _follow(rank, store) if rank else _lead(options, placement, store)
+        if rank == 0:
+            return _run_process_0(options, placement, store)
+        return _run_other_process(rank, store)
     except RecipeError as error:
         print(error, file=sys.stderr)  # each line begins with file and line
     except (ValueError, RuntimeError, OSError) as error:
@@ -57,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m glm4v_patched.finetune", description="A recipe on several machines."
+        prog="python -m glm4v_patched.finetune", description="Train a recipe on several machines."
     )
     add_recipe(parser)
-    add_start(parser)
+    add_run_options(parser)
     # DeepSpeed's launcher passes this option. It is not read: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(argv)
@@ -79,7 +85,7 @@ def _rank_and_placement(on_cpu: bool) -> tuple[int, Placement]:
             "glm4v-patched train RECIPE"
         )
     world_size = int(os.environ["WORLD_SIZE"])
-    # Set by torchrun and by DeepSpeed's launcher.
+    # torchrun sets the first of these variables, DeepSpeed's launcher the second.
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
     return int(os.environ["RANK"]), Placement(world_size, on_cpu, int(local_size))
 
@@ -96,24 +102,33 @@ def _join_store() -> Any:
     return prefixed
 
 
-def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
-    """Run process 0: prepare the run, and let the others begin."""
+def _run_process_0(options: argparse.Namespace, placement: Placement, store: Any) -> int:
+    """Prepare the run, let the other processes begin, and train."""
     try:
-        local = placement.local_processes, options.device
-        recipe, _ = validate_recipe(options.recipe, options.overrides, *local, placement.processes)
+        recipe, _ = validate_recipe(
+            options.recipe,
+            options.overrides,
+            placement.local_processes,
+            options.device,
+            world_size=placement.processes,
+        )
         job = resolve_recipe(recipe)
         # This checks only that several processes have ZeRO; the GPUs were checked above.
         place_processes(placement.processes, "cpu", job.options.zero_stage)
-        start = options.resume_from or options.resume, options.overwrite
-        accept = options.accept_changed_data
-        with prepared(job, placement, *start, accept) as plan:
-            store.set("plan", json.dumps([str(plan.path), _text(plan.path)]))
-            hosts = [store.get(f"seen/{rank}").decode() for rank in range(1, placement.processes)]
-            if without_plan := sorted({*hosts} - {""}):
+        with prepared(
+            job,
+            placement,
+            resume=options.resume_from or options.resume,
+            overwrite=options.overwrite,
+            accept_changed_data=options.accept_changed_data,
+        ) as plan:
+            store.set("plan", json.dumps([str(plan.path), _text_or_none(plan.path)]))
+            replies = [store.get(f"seen/{rank}").decode() for rank in range(1, placement.processes)]
+            if hosts_without_plan := sorted({*replies} - {""}):
                 raise ValueError(
-                    f"{plan.path} of {socket.gethostname()} is missing, or another file, on "
-                    f"{', '.join(without_plan)}; out has to be on a disk that all machines see, "
-                    "under the same path"
+                    f"{plan.path} of {socket.gethostname()} is missing or different on "
+                    f"{', '.join(hosts_without_plan)}; out has to be on a disk that all machines "
+                    "see, under the same path"
                 )
             store.set("go", "go")
             status = run(plan.path)
@@ -122,7 +137,8 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             elif error := read_training_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {error}", file=sys.stderr)
     except BaseException:
-        # The other processes may wait for either key. If the launcher has ended, the store is gone.
+        # The other processes wait for one of these keys. If the launcher has ended, the store is
+        # gone.
         with suppress(RuntimeError):
             store.set("plan", "null")
             store.set("go", "")
@@ -130,18 +146,18 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
     exit_process(status)
 
 
-def _follow(rank: int, store: Any) -> int:
-    """Run any other process: wait for the plan, and train."""
+def _run_other_process(rank: int, store: Any) -> int:
+    """Wait for the plan, and train."""
     if message := json.loads(store.get("plan")):
         path, text = Path(message[0]), message[1]
-        store.set(f"seen/{rank}", "" if _text(path) == text else socket.gethostname())
+        store.set(f"seen/{rank}", "" if _text_or_none(path) == text else socket.gethostname())
         if store.get("go"):
             exit_process(run(path))
     print("glm4v_patched.finetune: not started; see the error of process 0", file=sys.stderr)
     return 1
 
 
-def _text(file: Path) -> str | None:
+def _text_or_none(file: Path) -> str | None:
     """Return the contents of a file, or None if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ Adapters (`{trained}`) for {base}, trained with glm4v-patched on {rows:,} rows, 
 {where}
 
 ```python
-glm4v_patched.apply()  # after `import glm4v_patched`: the base gets code that runs
+glm4v_patched.apply()  # after `import glm4v_patched`; replaces the code of the base model
 model = AutoModelForCausalLM.from_pretrained({model}, trust_remote_code=True)
 model = PeftModel.from_pretrained(model, "ADAPTERS")
 ```
@@ -45,7 +45,7 @@ With {packages}. The terms of the base model's license for derived models apply 
 """
 
 
-# Texts of the card for a base in a local folder; hub_upload replaces them by the base's id.
+# Texts for a base model in a local folder. name_base replaces them by the base's id on the Hub.
 NOT_ON_HUB, BASE_PLACEHOLDER = "a model that is not on the Hub", '"BASE"'
 BASE_LOCATION = "`BASE` is a folder of the model; `training.json` has the digests of its files."
 ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
@@ -54,11 +54,11 @@ ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
 def write_card(
     folder: Path, base: ModelSource, recipe: Mapping[str, Any], report: Mapping[str, Any], rows: int
 ) -> None:
-    """Write the card of adapters in place of the empty one that peft leaves.
+    """Write the card of adapters, which replaces the empty one that peft has written.
 
     Args:
-        base: The adapters' base model. The card does not name a local folder, which only this
-            machine has.
+        folder: The folder of the adapters.
+        base: The adapters' base model. The card has its id on the Hub, but never a local path.
         recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
         report: Contents of ``training.json``.
         rows: Number of rows in an epoch.

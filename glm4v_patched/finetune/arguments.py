@@ -1,4 +1,4 @@
-"""Command-line options that choose the recipe and start or resume a run. Imports no torch."""
+"""Command-line options of a training, on one machine and on several. Imports no torch."""
 
 import argparse
 
@@ -8,16 +8,16 @@ DEVICES = ("cuda", "cpu")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe and its overrides."""
+    """Add the arguments for the recipe and for values that override its fields."""
     recipe_help = "a YAML or JSON file, or the name of a recipe that ships"
     parser.add_argument("recipe", type=to_path, metavar="RECIPE", help=recipe_help)
-    field_help = "override a field of the file, as engine.compile=true; the value is YAML"
+    field_help = "override a field of the file, such as engine.compile=true; the value is YAML"
     parser.add_argument("overrides", nargs="*", default=[], metavar="field=value", help=field_help)
 
 
-def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the device of a run and for the state from which it starts."""
-    device_help = "cpu: train without GPUs (slow: for trials of small models)"
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the device, and for starting or resuming a run."""
+    device_help = "cpu: train without GPUs (slow; for trials with small models)"
     parser.add_argument("--device", choices=DEVICES, default="cuda", help=device_help)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(

@@ -1,4 +1,4 @@
-"""Assemble a :class:`RecipeTrainer`, for a recipe or for samples made in memory."""
+"""Assemble a :class:`RecipeTrainer`, for a recipe or for the samples of a benchmark."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +32,16 @@ def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> Train
     straight into ZeRO-3's shards.
 
     Raises:
-        SystemExit: torch sees no GPU, where transformers would silently use the CPU.
+        SystemExit: torch sees no GPU, although the run needs one. transformers would silently use
+            the CPU.
     """
     if not arguments.get("use_cpu") and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     if torch.cuda.is_available():
         join_process_group(options)
     training_args = TrainingArguments(**arguments)
-    # On a CPU the arguments have already joined it, because DeepSpeed would compile an extension.
+    # On a CPU, TrainingArguments must join the process group first, because DeepSpeed would compile
+    # an extension for it.
     join_process_group(options)
     set_seed(training_args.seed)  # for the initialization of adapters
     quiet_transformers()
@@ -47,12 +49,17 @@ def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> Train
 
 
 def make_feature_cache(reuse: bool | str, model: nn.Module) -> TowerFeatures | None:
-    """Return the cache of the vision tower's features, or None without ``data.reuse_features``."""
+    """Return the cache of the vision tower's features, or None if ``data.reuse_features`` is false.
+
+    Args:
+        reuse: The value of ``data.reuse_features``: whether to cache features in memory, or the
+            folder to cache them in.
+    """
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
 
 
 def build_trainer(
-    build: Callable[[], nn.Module],
+    build_model: Callable[[], nn.Module],
     arguments: TrainingArguments,
     loop: LoopOptions,
     *,
@@ -63,18 +70,17 @@ def build_trainer(
     """Build the model, and return its trainer, without transformers' progress bars.
 
     Args:
-        build: Returns the prepared model (:func:`engine.prepare.prepare_model`).
+        build_model: Returns the prepared model (:func:`engine.prepare.prepare_model`).
         arguments: From :func:`init_training`.
         callbacks: Further callbacks. They run before the one that detects divergence.
-        reuse_features: Whether to cache the features of a frozen vision tower in memory, or the
-            folder to cache them in.
+        reuse_features: As ``reuse`` of :func:`make_feature_cache`.
         data: ``train_dataset``, ``data_collator`` and further arguments of
             :class:`RecipeTrainer`.
     """
     if arguments.process_index:
         disable_progress_bar()
     with show_progress("loading the model", enabled=arguments.process_index == 0):
-        model = build()
+        model = build_model()
     disable_progress_bar()
     callbacks = [*callbacks]
     if loop.patience is not None:

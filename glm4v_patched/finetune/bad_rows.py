@@ -1,4 +1,4 @@
-"""Rows of a stream that cannot be used: they are found only while training."""
+"""Rows of a stream that cannot be used, which are detected only while training."""
 
 from typing import Any
 
@@ -13,14 +13,15 @@ MAX_PRINTED = 20
 
 
 class BadRow(NoResult):
-    """A row that cannot be used ended the run, with a checkpoint; all processes raise this."""
+    """A row that cannot be used has ended the run, after a checkpoint; raised on all processes."""
 
 
 class BadRowTracker(TrainerCallback):
     """Prints the skipped rows, and ends a run that cannot go on.
 
     The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes
-    share their problems only at such intervals. A run that has made all steps is complete anyway.
+    share their problems only at such intervals. A run that makes its last step before that is
+    complete.
 
     Args:
         ends_run: Whether a row that cannot be used ends the run. A data set that cannot be read
@@ -28,9 +29,9 @@ class BadRowTracker(TrainerCallback):
 
     Attributes:
         has_ended_run: Whether a problem has ended the run.
-        problems: All problems of this process, each once, although a stream repeats its rows.
-        fatal: The problems that end the run.
-        num_skipped: How many rows all processes skipped; known after :meth:`conclude`.
+        problems: The problems of this process as an ordered set: a stream repeats its rows.
+        fatal: Those of the problems that end the run.
+        num_skipped: How many rows all processes skipped; 0 until :meth:`conclude`.
     """
 
     def __init__(self, ends_run: bool):
@@ -40,7 +41,7 @@ class BadRowTracker(TrainerCallback):
         self.num_skipped = 0
 
     def record(self, problems: list[str], unreadable: list[str]) -> None:
-        """Record problems with rows of a batch, and with data sets that cannot be read further."""
+        """Record problems of a batch: of its rows, and of data sets that cannot be read further."""
         if not self.ends_run:
             new_problems = [problem for problem in problems if problem not in self.problems]
             self._print(new_problems[: max(MAX_PRINTED - len(self.problems), 0)])
@@ -71,7 +72,7 @@ class BadRowTracker(TrainerCallback):
             by_process = [None] * dist.get_world_size()
             dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
         self.num_skipped = sum(num_problems for num_problems, _ in by_process)
-        if not self.has_ended_run:  # the problems of the last steps may not be printed yet
+        if not self.has_ended_run:  # fatal problems of the last steps are not printed yet
             self._print([*self.fatal][:MAX_PRINTED])
             return
         problems = [problem for _, fatal in by_process for problem in fatal]
@@ -80,7 +81,7 @@ class BadRowTracker(TrainerCallback):
         cure = ", or skip them (data.on_bad: skip)," if self.ends_run else ""
         raise BadRow(
             "rows cannot be used:\n  " + "\n  ".join(problems[:MAX_PRINTED]) + more + "\n"
-            f"checkpoint-{step} has the training until then: correct them{cure} and resume"
+            f"the training so far is in checkpoint-{step}: correct the rows{cure} and resume"
         )
 
     def _print(self, problems: list[str]) -> None:

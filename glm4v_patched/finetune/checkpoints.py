@@ -2,13 +2,13 @@
 
 The Trainer and DeepSpeed write a checkpoint's files, about ten from each process, straight into its
 final folder, so a run that is killed while it writes leaves a folder that looks complete. A
-checkpoint therefore counts only with a manifest, ``complete.json``, which is written last, once the
-files of every process are on the disk. The manifest lists the files with their sizes and
-digests, and the fingerprint that a resumed run must match.
+checkpoint is therefore complete only if it has a manifest, ``complete.json``, which is written
+last, once the files of every process are on the disk. The manifest lists the files with their sizes
+and digests, and the fingerprint that a resumed run must match.
 
 A manifest reveals unfinished checkpoints, missing or changed files, and its own damage. It does not
-reveal a change outside of the sampled blocks of a file above 64 MiB (checkpoints of the real model
-have 200 GB), or a change by someone who also writes a new manifest.
+reveal every change: only sampled blocks of files above 64 MiB are hashed, because checkpoints of
+the real model have 200 GB, and someone could write a new manifest for changed files.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class RowDigests:
     """Digests of the rows of a run.
 
     Args:
-        number: Number of the rows to train on.
+        number: How many rows there are to train on.
         digest: Digest of the rows to train on, in their order, with the bytes of their images.
         evaluated: Digest of the rows for evaluation, if evaluations decide which step is saved or
             when the run ends; else None.
@@ -65,7 +65,7 @@ class ResumeFingerprint:
 
 
 def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) -> None:
-    """Mark a checkpoint as complete, once all of its files are on the disk."""
+    """Mark a checkpoint as complete, after flushing all of its files to the disk."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != CHECKPOINT_MANIFEST]
     # Without fsync, a power cut could leave the manifest without the files.
@@ -116,7 +116,10 @@ def _fsync(path: Path) -> None:
 def delete_all_but_newest(folder: Path, num_kept: int, best: str | None = None) -> None:
     """Delete the complete checkpoints except the newest ``num_kept`` and the best one.
 
-    Incomplete checkpoints, and links to checkpoints, stay.
+    Incomplete checkpoints, and links to checkpoints, are not deleted.
+
+    Args:
+        best: Path of the best checkpoint, if there is one.
     """
     complete = [
         checkpoint
@@ -145,17 +148,21 @@ def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[st
     """Return what is wrong with a checkpoint, one text per file; [] if it is complete.
 
     Args:
-        contents: Whether to compare the digests of the files, too, and not only their sizes.
+        contents: Whether to compare the digests of the files in addition to their sizes.
     """
     try:
         manifest = read_checkpoint_manifest(checkpoint)
-        files = [(name, f["bytes"], f["sha256"]) for name, f in manifest["files"].items()]
+        files = [
+            (name, entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()
+        ]
         if not files:
             return [f"{CHECKPOINT_MANIFEST} is damaged: it lists no file"]
-        if bad := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
-            return [
-                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(bad[0])} is no file of the checkpoint"
-            ]
+        for name, _, _ in files:
+            if "\0" in name or name.startswith("/") or ".." in Path(name).parts:
+                return [
+                    f"{CHECKPOINT_MANIFEST} is damaged: {shorten(name)} is not a path inside of "
+                    "the checkpoint"
+                ]
     except FileNotFoundError:
         return [f"{CHECKPOINT_MANIFEST} is missing: the checkpoint was not written to its end"]
     except (LookupError, TypeError, AttributeError) as error:
@@ -177,7 +184,7 @@ def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[st
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step, and warn of newer incomplete ones."""
+    """Return the complete checkpoint of the highest step, and warn of incomplete later ones."""
     for checkpoint in reversed(list_checkpoints(folder)):
         problems = find_checkpoint_problems(checkpoint)
         if not problems:
@@ -195,7 +202,7 @@ def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     present = list_checkpoints(folder)
     if checkpoint.resolve() not in [path.resolve() for path in present]:
         names = listed([path.name for path in present], MAX_LISTED_PROBLEMS) or "none"
-        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; there: {names}")
+        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; its checkpoints: {names}")
     if problems := find_checkpoint_problems(checkpoint):
         raise ValueError(
             f"{checkpoint} is incomplete:\n  - {_as_list(problems)}\n"
@@ -210,24 +217,26 @@ def require_checkpoint(folder: Path, checkpoint: Path) -> None:
 
 
 def set_incomplete_aside(folder: Path, after_step: int) -> None:
-    """Rename the incomplete checkpoints after a step, because new ones will need their names.
+    """Rename the incomplete checkpoints after a step, because the run will reuse their names.
 
-    No file is deleted; a warning has the new names.
+    No file is deleted; a warning reports the new names.
     """
     for checkpoint in list_checkpoints(folder):
         if checkpoint_step(checkpoint) <= after_step or not find_checkpoint_problems(checkpoint):
             continue
-        aside = folder / f"incomplete-{checkpoint.name}"
+        new_path = folder / f"incomplete-{checkpoint.name}"
         number = 1
-        while aside.exists():
+        while new_path.exists():
             number += 1
-            aside = folder / f"incomplete-{checkpoint.name}-{number}"
-        checkpoint.rename(aside)
-        logger.warning("%s is now %s; delete it if you do not need it", checkpoint, aside)
+            new_path = folder / f"incomplete-{checkpoint.name}-{number}"
+        checkpoint.rename(new_path)
+        logger.warning(
+            "the incomplete %s is now %s; delete it if you do not need it", checkpoint, new_path
+        )
 
 
 def require_same_run(checkpoint: Path, settings: dict, base: dict[str, str]) -> None:
-    """Raise ``ValueError`` if settings or model differ from those of a complete checkpoint.
+    """Raise ``ValueError`` if the settings or the model differ from a complete checkpoint's.
 
     Args:
         settings, base: As in :class:`ResumeFingerprint`.
@@ -237,7 +246,7 @@ def require_same_run(checkpoint: Path, settings: dict, base: dict[str, str]) -> 
     differences += [f"of the model, {line}" for line in _differences(manifest["base"], base)]
     if differences:
         raise ValueError(
-            f"{checkpoint} is of a run with other settings:\n  - {_as_list(differences)}\n"
+            f"{checkpoint} was saved with other settings:\n  - {_as_list(differences)}\n"
             "resume with the same settings, or start a new run in another folder (out)"
         )
 
@@ -252,13 +261,13 @@ def data_changes(checkpoint: Path, rows: RowDigests, accept: bool) -> list[str]:
     if before.get("digest") != rows.digest:
         number = before.get("number", "?")
         changes.append(
-            f"rows: {number} there, {rows.number} now; their contents or their order differ"
+            f"rows: {number} then, {rows.number} now; their contents or their order differ"
         )
     if before.get("evaluated") and rows.evaluated and before["evaluated"] != rows.evaluated:
-        changes.append("rows for evaluation differ; the best score so far is of those there")
+        changes.append("rows for evaluation differ; the best score so far is that of the old ones")
     if changes and not accept:
         raise ValueError(
-            f"{checkpoint} is of a run on other data:\n  - {_as_list(changes)}\n"
+            f"{checkpoint} was saved by a run on other data:\n  - {_as_list(changes)}\n"
             "resume with the same data, or with this data (--accept-changed-data), or start a new "
             "run in another folder (out)"
         )
@@ -268,7 +277,7 @@ def data_changes(checkpoint: Path, rows: RowDigests, accept: bool) -> list[str]:
 def _differences(saved: dict, now: dict) -> list[str]:
     """Return a line for each key whose values differ."""
     return [
-        f"{name}: {saved.get(name, 'absent')} there, {now.get(name, 'absent')} now"
+        f"{name}: {saved.get(name, 'absent')} then, {now.get(name, 'absent')} now"
         for name in sorted(saved.keys() | now.keys())
         if name not in saved or name not in now or saved[name] != now[name]
     ]

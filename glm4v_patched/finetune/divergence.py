@@ -1,6 +1,6 @@
-"""Detect a diverged training: loss, gradients or weights that are NaN or infinite.
+"""Detect a diverged training: loss, gradients or weights that are NaN or infinite ("nonfinite").
 
-No step waits for the GPU, which counts the steps that were not finite. The counts are read when the
+The GPU counts the nonfinite steps, so that no step waits for it. The counts are read when the
 Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. They are reduced over all
 processes, so that all processes end together.
 """
@@ -32,59 +32,58 @@ class Diverged(NoResult):
 
 
 class DivergenceMonitor(TrainerCallback):
-    """Ends a run after several steps in a row whose loss or gradient norm is NaN or infinite.
+    """Ends a run after several steps in a row whose loss or gradient norm is nonfinite.
 
-    The run ends at most :data:`CHECK_INTERVAL` - 1 steps later. No checkpoint is saved after a step
-    that was not finite. If the model has NaN or infinity before the first step, :class:`Diverged`
-    is raised.
+    The run ends at most :data:`CHECK_INTERVAL` - 1 steps later. No checkpoint is saved after a
+    nonfinite step. If a weight is nonfinite before the first step, :class:`Diverged` is raised.
 
     Args:
-        limit: Number of such steps in a row that end the run; a shorter run has a lower limit.
+        limit: Number of nonfinite steps in a row that end the run; at most the steps of the run.
 
     Attributes:
         verdict: Why the run was ended, or None.
-        is_bad: Whether the last step was not finite; known after steps that are logged, saved or
-            evaluated.
+        is_nonfinite: Whether the last step was nonfinite; up to date after steps that are logged,
+            saved or evaluated.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self.verdict: str | None = None
-        self.is_bad = False
+        self.is_nonfinite = False
         self._rates: dict[int, float] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
-        # Of steps that were not finite: the current streak, the longest streak, and the step at
-        # which a streak first reached the limit.
+        self._step_is_nonfinite = torch.zeros((), dtype=torch.bool, device=args.device)
+        # Nonfinite steps in a row up to now, the most that there were, and the step at which they
+        # first reached the limit, or 0.
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
         self._nonfinite_sum = torch.zeros((), dtype=torch.float64, device=args.device)
         # max_steps includes the steps before a checkpoint, so a resumed run has the same limit.
         self.limit = min(self.limit, state.max_steps)
-        message = "the model holds NaN or infinity before the first step"
+        message = "the model has weights that are NaN or infinite before the first step"
         require_finite_weights(model.named_parameters(), message)
 
     def record(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
-        """Record the loss of a batch, and return it, or 0 if it is not finite.
+        """Record the loss of a batch, and return it, or 0 if it is nonfinite.
 
-        The Trainer sums losses for its log, where one NaN would hide all later losses;
-        :meth:`pop_nonfinite_loss` returns the losses that were replaced by 0.
+        The Trainer logs a sum of losses, in which one NaN would hide the other losses.
+        :meth:`pop_nonfinite_loss` returns the sum of the losses that were replaced by 0.
 
         Args:
             loss: Scalar.
-            norm: Norm of all gradients, or None if it is not known; DeepSpeed makes it negative if
-                it is not finite.
+            norm: Norm of all gradients, or None if it is not known. DeepSpeed returns a negative
+                norm for nonfinite gradients.
         """
         is_finite = torch.isfinite(loss)
-        self._step_is_bad |= ~is_finite
+        self._step_is_nonfinite |= ~is_finite
         if norm is not None:
             norm = torch.as_tensor(norm, device=loss.device)
-            self._step_is_bad |= ~torch.isfinite(norm) | (norm < 0)
+            self._step_is_nonfinite |= ~torch.isfinite(norm) | (norm < 0)
         self._nonfinite_sum += torch.where(is_finite, 0, loss)
         return torch.where(is_finite, loss, 0)
 
     def pop_nonfinite_loss(self) -> float:
-        """Return the sum over all processes of the losses since the last call that were not finite.
+        """Return the sum of the nonfinite losses of all processes since the last call; 0 for none.
 
         All processes must call this.
         """
@@ -99,33 +98,42 @@ class DivergenceMonitor(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step, counts = state.global_step, self._counts
-        counts[0] = (counts[0] + 1) * self._step_is_bad
+        counts[0] = (counts[0] + 1) * self._step_is_nonfinite
         counts[1] = torch.maximum(counts[0], counts[1])
         counts[2] += step * ((counts[0] == self.limit) & (counts[2] == 0))
-        self._step_is_bad.zero_()
-        # All processes must decide alike, because a collective follows.
+        self._step_is_nonfinite.zero_()
+        # The condition is the same on all processes, because they reduce the counts together.
         is_last = step >= state.max_steps
         is_read = control.should_log or control.should_save or control.should_evaluate
         if step % CHECK_INTERVAL and not (is_read or is_last):
             return control
-        streak, longest, end = max_over_processes(counts)
-        self.is_bad = streak > 0
-        if self.is_bad and control.should_save:
-            logger.warning("no checkpoint is saved after step %d, which was not finite", step)
+        streak, longest, last_step = max_over_processes(counts)
+        self.is_nonfinite = streak > 0
+        if self.is_nonfinite and control.should_save:
+            logger.warning(
+                "no checkpoint is saved after step %d, whose loss or gradient norm is NaN or "
+                "infinite",
+                step,
+            )
             control.should_save = False
         if longest >= self.limit:
-            first_step = max(end - self.limit + 1, 1)
-            rate = self._rates.get(first_step)
-            self.verdict = (
-                "the loss or the gradient norm was NaN or infinite in "
-                f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first_step} to'} "
-                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first_step})'}"
-            )
-            if first_step == 1:
-                self.verdict += "; it was so from the first step on: check the model and the data"
+            self.verdict = self._describe_end(last_step)
             control.should_training_stop = control.should_log = True
             control.should_save = False
         return control
+
+    def _describe_end(self, last_step: int) -> str:
+        """Return why the run ends, after ``limit`` nonfinite steps up to ``last_step``."""
+        first_step = max(last_step - self.limit + 1, 1)
+        steps = f"step {last_step}"
+        if self.limit > 1:
+            steps = f"{self.limit} steps in a row, {first_step} to {last_step}"
+        text = f"the loss or the gradient norm was NaN or infinite in {steps}"
+        if first_step in self._rates:
+            text += f" (learning rate {self._rates[first_step]:g} at step {first_step})"
+        if first_step == 1:
+            text += "; it was so from the first step on: check the model and the data"
+        return text
 
 
 def max_over_processes(counts: Tensor) -> list[int]:
@@ -137,19 +145,19 @@ def max_over_processes(counts: Tensor) -> list[int]:
 
 
 def json_number(number: float) -> float | str:
-    """Return a finite number as it is, and others, which JSON lacks, as "nan", "inf" or "-inf"."""
+    """Return a number for JSON, which lacks NaN and infinity: they become "nan", "inf", "-inf"."""
     return number if math.isfinite(number) else str(number)
 
 
 def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: str) -> None:
-    """Raise :class:`Diverged` on all processes if weights of any process have NaN or infinity.
+    """Raise :class:`Diverged` on all processes if a weight of any process is NaN or infinite.
 
     All processes must call this. Each process reads its own shards once; this takes milliseconds on
     a GPU, and on a CPU a tenth of the time for saving the weights.
 
     Args:
         named: Names and parameters.
-        message: Begins the message of the error.
+        message: The beginning of the error's message.
     """
     names, tensors = [], []
     for name, parameter in named:
@@ -165,8 +173,8 @@ def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: s
         suspects = (~torch.stack([tensor.sum().float() for tensor in tensors]).isfinite()).int()
         for index in suspects.nonzero().flatten().tolist():
             suspects[index] = (~tensors[index].isfinite()).any()
-    nonfinite_flags = max_over_processes(suspects)
-    nonfinite = [name for name, is_bad in zip(names, nonfinite_flags, strict=True) if is_bad]
+    flags = max_over_processes(suspects)
+    nonfinite = [name for name, is_nonfinite in zip(names, flags, strict=True) if is_nonfinite]
     if nonfinite:
         tensors_in_words = pluralize(len(nonfinite), "tensor")
         raise Diverged(f"{message}, in {tensors_in_words}: {listed(nonfinite, MAX_NAMES)}")

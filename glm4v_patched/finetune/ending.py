@@ -8,7 +8,7 @@ from typing import Any
 from ..models.base import TRAINING_REPORT, read_training_report
 from ..terminal_text import own_command, pluralize
 from .job import Job
-from .run_folder import PLOT, SHEET
+from .run_folder import CONTACT_SHEET, LOSS_PLOT
 
 
 def describe_end(job: Job, on_cpu: bool) -> str:
@@ -19,31 +19,34 @@ def describe_end(job: Job, on_cpu: bool) -> str:
     """
     report, out = read_training_report(job.out), str(job.out)
     result = "adapters" if job.has_adapters else "model"
-    extra_files = [
-        str(path) for name in (PLOT, SHEET, TRAINING_REPORT) if (path := Path(out, name)).is_file()
-    ]
+    extra_files = [Path(out, name) for name in (LOSS_PLOT, CONTACT_SHEET, TRAINING_REPORT)]
+    files = [f"{out} ({result})", *(str(path) for path in extra_files if path.is_file())]
     command = ["chat", out]
     if isinstance(job.data.eval, str) and os.path.isfile(job.data.eval):
         command = ["evaluate", out, "--data", job.data.eval, "--out", "evaluation"]
+    if on_cpu:
+        command += ["--device", "cpu"]
     lines = {
         "ended": _describe_reason(job, report),
         "saved": f"the {result} of step {_describe_saved(job, report)}",
         "measured": _describe_measured(report["measured"]),
-        "files": ", ".join([f"{out} ({result})", *extra_files]),
-        "next": own_command(*command, *["--device", "cpu"] * on_cpu),
+        "files": ", ".join(files),
+        "next": own_command(*command),
     }
     return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 
 def _describe_reason(job: Job, report: Mapping[str, Any]) -> str:
+    """Describe when and why the training ended, and how many rows were skipped."""
     done, planned = report["steps"]["done"], report["steps"]["asked"]
     reason = f"after all {done:,} steps" if done > 1 else f"after {done} step"
     if done < planned:
         patience, metric = job.trainer.early_stopping_patience, job.trainer.metric_for_best_model
         reason = f"early, after step {done:,} of {planned:,}: "
         reason += f"{pluralize(patience or 0, 'evaluation')} without a better {metric}"
-    skipped = report.get("left_out", 0)
-    return reason + (f"; {pluralize(skipped, 'row')} could not be used" if skipped else "")
+    if skipped := report.get("left_out"):
+        reason += f"; {pluralize(skipped, 'row')} could not be used"
+    return reason
 
 
 def saved_step_and_scores(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
@@ -58,11 +61,13 @@ def saved_step_and_scores(report: Mapping[str, Any]) -> tuple[int, dict[str, flo
 
 
 def _describe_saved(job: Job, report: Mapping[str, Any]) -> str:
+    """Describe the step whose weights were saved, beginning with its number, and its scores."""
     step, scores = saved_step_and_scores(report)
     text = f"{step:,}"
     if report.get("best_step") is not None:
         text += f", the best by {job.trainer.metric_for_best_model}"
-        text += ", which is the model that training started from" * (step == 0)
+        if step == 0:
+            text += ", which is the model that training started from"
     if scores:
         return f"{text}: {', '.join(f'{name} {value:.4g}' for name, value in scores.items())}"
     if report["history"]:
@@ -72,6 +77,7 @@ def _describe_saved(job: Job, report: Mapping[str, Any]) -> str:
 
 
 def _describe_measured(measured: Mapping[str, float | None]) -> str:
+    """Describe the speed, and on a GPU the peaks of memory."""
     results: list[str] = []
     speed = measured["samples_per_s"]
     if speed is not None:

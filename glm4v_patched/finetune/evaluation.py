@@ -1,4 +1,4 @@
-"""Evaluation during a training: generated answers to some rows, and batches for each process."""
+"""Evaluation during a training: generated answers to some rows, and the batches of a process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class EvalGenerations:
-    """Generates answers to an evenly spread sample of the rows for evaluation."""
+    """Generates answers to evenly spaced rows of the evaluation data."""
 
     def __init__(
         self,
@@ -51,22 +51,23 @@ class EvalGenerations:
             sheet: File for the contact sheet: one picture of the images with their answers.
             max_rows: Maximum number of rows to answer.
             max_new_tokens: Maximum number of tokens of an answer.
-            batch_size: Rows that are answered at once.
-            max_positions: Size of the model's position table.
+            batch_size: Number of rows that are answered at once.
+            max_positions: Number of position ids that the model has.
         """
         fitting = (checked.column("position_ids") + max_new_tokens <= max_positions).nonzero()[0]
+        num_rows = min(max_rows, len(fitting))
         stride = max(len(fitting) / max(max_rows, 1), 1)
-        sampled = [int(fitting[int(n * stride)]) for n in range(min(max_rows, len(fitting)))]
+        rows = [int(fitting[int(number * stride)]) for number in range(num_rows)]
         conversations = checked.conversations()
-        self.questions = [make_question(row, conversations[row]) for row in sampled]
-        self.rows = [checked.sample_labels[row] for row in sampled]
+        self.questions = [make_question(row, conversations[row]) for row in rows]
+        self.row_labels = [checked.sample_labels[row] for row in rows]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
     def answer(self, model: Any, draws_sheet: bool) -> float:
-        """Return the share of answers that match the reference exactly; NaN without a row.
+        """Return the share of answers that match the reference exactly; NaN if there is no row.
 
-        All processes answer all rows, because the weights may be sharded over them.
+        Every process answers all rows, because the weights may be sharded over the processes.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.
@@ -74,7 +75,7 @@ class EvalGenerations:
         """
         if not self.questions:
             return float("nan")
-        own_config = model.generation_config
+        own_config = model.generation_config  # the answerer replaces it
         try:
             with in_eval_mode(model):
                 loaded = LoadedModel(model, self.processor)
@@ -89,17 +90,18 @@ class EvalGenerations:
         finally:
             model.generation_config = own_config
         if draws_sheet:
-            draw_sheet(self.questions, answers, self.sheet, self.rows)
+            draw_sheet(self.questions, answers, self.sheet, self.row_labels)
         pairs = zip(answers, self.questions, strict=True)
         matches = [exact_match(answer, question.reference or "") for answer, question in pairs]
         return sum(matches) / len(matches)
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """Return this process's batches of row indices, and for each 1, or 0 if it is a filler.
+    """Return this process's batches of row indices, and for each a weight: 1, or 0 for a filler.
 
     All processes get the same number of batches, because they gather the model's weights together.
-    A process with fewer batches also gets the first batch of the data set, as a filler.
+    A process with fewer batches also gets the first batch of the data set, as a filler, whose
+    result must not count.
     """
     rank, processes = 0, 1
     if dist.is_initialized():

@@ -46,11 +46,14 @@ if TYPE_CHECKING:
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Ctrl-C or a signal ended the training; the message says how to resume it."""
+    """Ctrl-C or a signal ended the training; the message says how to resume it.
 
-    def __init__(self, message: str, number: signal.Signals):
+    ``signum`` is the signal.
+    """
+
+    def __init__(self, message: str, signum: signal.Signals):
         super().__init__(message)
-        self.number = number
+        self.signum = signum
 
 
 def launch(
@@ -65,14 +68,14 @@ def launch(
 
     The processes use DeepSpeed, with NCCL on GPUs and gloo on the CPU. With ``engine.zero_stage`` 0
     there is one process, which uses none of them. All training processes end when this call ends or
-    this process is killed. During the run no other run can write to ``job.out``.
+    this process is killed. Until then, no other run can write to ``job.out``.
 
     Args:
         job: From :func:`job.resolve_recipe`.
         placement: From :func:`preflight.validate_recipe`.
         resume: The checkpoint to resume from; or True for the last complete checkpoint in
-            ``job.out``, or a start from the beginning if there is none. Incomplete checkpoints of
-            later steps are renamed.
+            ``job.out`` (the beginning if there is none). Incomplete checkpoints of later steps are
+            renamed.
         overwrite: Whether to remove the files of earlier runs in ``job.out``, once the data has
             been checked; see :mod:`run_folder`.
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
@@ -82,11 +85,10 @@ def launch(
         RuntimeError: The training failed or diverged.
         ValueError: The data cannot be used; the disk or the memory is too small; ``job.out`` has
             files that may not be replaced, or another run writes to it; the checkpoint is
-            incomplete, or of a run with other settings, another model or other data.
+            incomplete, or was saved with other settings, another model or other data.
         TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
-    start = resume, overwrite, accept_changed_data
-    with prepared(job, placement, *start, writes=not dry_run) as plan:
+    with prepared(job, placement, resume, overwrite, accept_changed_data, dry_run) as plan:
         if dry_run:
             write_line("nothing was trained, and nothing written (--dry-run)")
         else:
@@ -100,24 +102,22 @@ def prepared(
     resume: bool | Path = False,
     overwrite: bool = False,
     accept_changed_data: bool = False,
-    writes: bool = True,
+    dry_run: bool = False,
 ) -> Iterator["Plan"]:
     """Check the job, plan it, print the summary, and write the plan to ``job.out``.
 
-    This runs once, before the training processes. ``job.out`` stays locked until the block ends.
-    Arguments and errors are those of :func:`launch`.
-
-    Args:
-        writes: False for a dry run, which neither creates nor locks ``job.out``.
+    This runs once, before the training processes. ``job.out`` stays locked until the block ends; a
+    dry run neither creates nor locks it. Arguments and errors are those of :func:`launch`.
     """
-    folder, start = job.out, (resume, overwrite, accept_changed_data)
-    if not writes:
+    folder = job.out
+    if dry_run:
         require_lockable(folder)
-        yield _decide(job, placement, *start)[0]
+        plan, _, _ = _decide(job, placement, resume, overwrite, accept_changed_data)
+        yield plan
         return
     with locked(folder):
-        plan, checked, remove = _decide(job, placement, *start)
-        with _recorded(folder, remove, job.has_adapters):
+        plan, checked, old_names = _decide(job, placement, resume, overwrite, accept_changed_data)
+        with _recorded(folder, old_names, job.has_adapters):
             if resume:
                 set_incomplete_aside(folder, after_step=plan.steps_done)
             job.with_base(plan.base).write(folder / RECIPE)
@@ -127,15 +127,21 @@ def prepared(
 
 
 def _decide(
-    job: Job, placement: Placement, resume: bool | Path, overwrite: bool, accept: bool
+    job: Job, placement: Placement, resume: bool | Path, overwrite: bool, accept_changed_data: bool
 ) -> tuple["Plan", "CheckedData", list[str]]:
     """Run all checks, the cheapest first, and print the summary.
 
     Returns:
-        The plan, the checked data, and the names to remove from the run's folder.
+        The plan, the checked data, and the names of earlier runs' files to remove from ``job.out``.
     """
-    length, starts = job.trainer.length, (bool(resume), overwrite)
-    remove = require_usable(job.out, job.inputs, length, job.has_adapters, *starts)
+    old_names = require_usable(
+        job.out,
+        job.inputs,
+        job.trainer.length,
+        job.has_adapters,
+        resume=bool(resume),
+        overwrite=overwrite,
+    )
     if job.data.on_bad == "fail":
         require_first_rows(job.data.all_sources())
     with show_progress("checking the model"):  # imports transformers
@@ -146,28 +152,27 @@ def _decide(
         from .disk import max_checkpoints_on_disk, needed_space, require_disk_space
         from .plan import check_data, find_start_checkpoint, make_plan
         from .summary import describe_plan
-    out, checkpoints = str(job.out), max_checkpoints_on_disk(job.trainer, job.data.ends_at_bad_row)
-    require_disk_space(
-        out, needed_space(out, load_model_config(job.base), job.options, checkpoints)
-    )
+    out, config = str(job.out), load_model_config(job.base)
+    max_checkpoints = max_checkpoints_on_disk(job.trainer, job.data.ends_at_bad_row)
+    require_disk_space(out, needed_space(out, config, job.options, max_checkpoints))
     # If files are to be removed, there is nothing to resume.
-    checkpoint = None if remove else find_start_checkpoint(job, placement.processes, resume)
+    checkpoint = None if old_names else find_start_checkpoint(job, placement.processes, resume)
     with show_progress("reading rows and images"):
         checked = check_data(job)
-    plan = make_plan(job, placement, checked, checkpoint, accept)
+    plan = make_plan(job, placement, checked, checkpoint, accept_changed_data)
     write_line(printable(describe_plan(plan, checked), allow="\n\t"))
     plan.require_memory_and_disk()
     if checkpoint is not None:
         write_line(f"training resumes from {checkpoint}, after step {plan.steps_done}")
     elif resume:
         write_line(f"no complete checkpoint in {job.out}: training starts from the beginning")
-    return plan, checked, remove
+    return plan, checked, old_names
 
 
 @contextmanager
-def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]:
+def _recorded(folder: Path, old_names: list[str], adapters: bool) -> Iterator[None]:
     """Remove files of earlier runs, and record the files of this run, however it ends."""
-    start_record(folder, remove)
+    start_record(folder, old_names)
     try:
         yield
     except BaseException:
@@ -178,7 +183,7 @@ def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]
 
 
 def require_model(job: Job) -> Job:
-    """Return the job with a pinned base model.
+    """Check the base model, and return the job with the model's commit on the Hub.
 
     Raises:
         ValueError: The model is missing or incomplete, or not the one that its adapters were
@@ -210,16 +215,20 @@ def _run_training(plan: "Plan") -> None:
     try:
         failure = _run_processes(command, environments)
     except KeyboardInterrupt as stop:
-        number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
-        message = f"training was stopped by {number.name}{_how_to_resume(plan)}"
-        raise TrainingStopped(message, number) from None
+        signum = stop.signum if isinstance(stop, TrainingStopped) else signal.SIGINT
+        message = f"training was stopped by {signum.name}{_how_to_resume(plan)}"
+        raise TrainingStopped(message, signum) from None
     if not failure:
         return
     settings = f" (settings: {recipe})"
     if error := read_training_report(recipe.parent).get("error"):
-        raise RuntimeError(error + settings + _how_to_resume(plan) * plan.is_streamed)
-    where = pluralize(processes, "process")
-    raise RuntimeError(f"training on {where} failed: {failure}{settings}{_how_to_resume(plan)}")
+        # The error of a stream may be a row, which can be corrected before the run is resumed.
+        hint = _how_to_resume(plan) if plan.is_streamed else ""
+        raise RuntimeError(f"{error}{settings}{hint}")
+    raise RuntimeError(
+        f"training on {pluralize(processes, 'process')} failed: {failure}{settings}"
+        f"{_how_to_resume(plan)}"
+    )
 
 
 def _how_to_resume(plan: "Plan") -> str:
@@ -229,20 +238,23 @@ def _how_to_resume(plan: "Plan") -> str:
         return "\nno weights were saved: set trainer.save_steps to save checkpoints"
     start = checkpoint or "the beginning, because no checkpoint is complete"
     options = ["--processes", str(plan.placement.processes)]
-    options += [*(["--device", "cpu"] if plan.placement.on_cpu else []), "--resume"]
-    command = own_command("train", str(plan.path.with_name(RECIPE)), *options)
+    if plan.placement.on_cpu:
+        options += ["--device", "cpu"]
+    command = own_command("train", str(plan.path.with_name(RECIPE)), *options, "--resume")
     return f"\nto resume from {start}:\n  {command}"
 
 
 def _run_processes(command: list[str], environments: list[dict[str, str]]) -> str:
     """Run a command once in each environment; all processes end with this one.
 
+    If one fails, the others are killed.
+
     Returns:
-        How a process failed, after which the others are killed; "" if none failed.
+        How a process failed; "" if none failed.
     """
-    with _signals_as_exceptions(), no_progress():  # the processes print theirs
-        # A training process ends when its stdin closes; only this process holds the other end. Each
-        # leads a process group: Ctrl-C does not reach the group, which is killed with its children.
+    with _signals_as_exceptions(), no_progress():  # the training processes print their progress
+        # A training process ends when its stdin closes, of which only this process holds the other
+        # end. Each has a session of its own, so Ctrl-C does not reach it or its children.
         processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
             for variables in environments
@@ -262,16 +274,23 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
 
 
 def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Popen]) -> str:
-    failed = [(status, number) for number, status in enumerate(statuses) if status]
+    """Describe how a process failed; return "" if none failed.
+
+    Args:
+        statuses: Exit status of each process, or None if it still runs.
+    """
+    failed = [(status, rank) for rank, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    # A signal (a negative status) is reported first: it may be why the other processes failed.
-    status, number = min(failed)
-    name = f"process {number} (PID {processes[number].pid})"
+    # Of several, one that a signal ended (a negative status) is described: the others may have
+    # failed because of it.
+    status, rank = min(failed)
+    name = f"process {rank} (PID {processes[rank].pid})"
     if status == -signal.SIGKILL:
         return (
-            f"{name} was killed (SIGKILL), as the system does when memory runs out: free some, "
-            "or lower trainer.per_device_train_batch_size or trainer.dataloader_num_workers"
+            f"{name} was killed (SIGKILL), as the system does when memory runs out: free some "
+            "memory, or lower trainer.per_device_train_batch_size or "
+            "trainer.dataloader_num_workers"
         )
     if status < 0:
         return f"{name} was ended by {signal.Signals(-status).name}"
@@ -282,15 +301,15 @@ def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Po
 def _signals_as_exceptions() -> Iterator[None]:
     """Raise ``TrainingStopped`` on SIGTERM, and on SIGHUP unless SIGHUP is ignored (nohup)."""
 
-    def stop(number: int, frame) -> None:
-        raise TrainingStopped("", signal.Signals(number))
+    def stop(signum: int, frame) -> None:
+        raise TrainingStopped("", signal.Signals(signum))
 
-    handled = [signal.SIGTERM]
+    signals = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handled.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in handled}
+        signals.append(signal.SIGHUP)
+    old_handlers = {signum: signal.signal(signum, stop) for signum in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in old_handlers.items():
+            signal.signal(signum, handler)

@@ -1,8 +1,8 @@
 """The class :class:`Plan`: all decisions of a run, made once.
 
 The launcher makes the plan, prints its summary (:mod:`summary`) and writes it. Every training
-process reads the plan and makes no decision of its own. So the training does what ``train``,
-``--dry-run`` and ``doctor`` print.
+process reads the plan and makes no decision of its own. So a run agrees with its summary, also with
+that of ``train --dry-run`` and of ``doctor``.
 """
 
 import hashlib
@@ -52,7 +52,8 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# For a stream, memory is planned for rows of this many times the length of the longest checked row.
+# For a stream, the memory is planned for rows that are longer than the longest checked row by this
+# factor.
 STREAM_LENGTH_MARGIN = 1.25
 
 
@@ -71,18 +72,19 @@ class Plan:
         precision_reason: Why ``options.precision`` was chosen; "" on GPUs or if the recipe sets it.
         stream_buffer: Size of the shuffle buffer of a stream; None for other data.
         reuse_features: Whether to cache the features of images, or the folder of that cache.
-        answers: Number of evaluation rows to answer, and the maximum number of tokens of an answer.
+        eval_answers: Number of evaluation rows to answer.
+        eval_max_new_tokens: Maximum number of tokens of such an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
         length: Either ``max_steps`` or ``num_train_epochs`` (:attr:`TrainerFields.length`).
         ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
         public_values: Values of the recipe that the model card of adapters shows (:class:`Job`).
         batch: Shape of the largest batch of one process.
-        num_rows: Rows in an epoch, or packed sequences; for a stream, the checked rows.
+        num_rows: Number of rows or packed sequences in an epoch; of a stream, the checked rows.
         steps: Optimizer steps of the run, including the steps up to the checkpoint.
-        steps_an_epoch: Optimizer steps of one pass over the rows.
-        free: Usable free bytes of the fullest GPU when the plan was made; 0 on a CPU.
-        needed: Estimated peak bytes of a step on each GPU.
-        space: Disk space that the run needs.
+        steps_per_epoch: Optimizer steps of one pass over the rows.
+        free_bytes: Usable free memory of the fullest GPU when the plan was made; 0 on a CPU.
+        needed_bytes: Estimated peak memory of a step on each GPU.
+        disk_space: Disk space that the run needs.
         checkpoint: Checkpoint in ``out`` to resume from; None for a new run.
         changes: A line for each accepted change of the rows since the checkpoint.
     """
@@ -97,7 +99,8 @@ class Plan:
     precision_reason: str
     stream_buffer: int | None
     reuse_features: bool | str
-    answers: tuple[int, int]
+    eval_answers: int
+    eval_max_new_tokens: int
     settings: dict[str, Any]
     length: dict[str, float]
     ignored_epochs: float | None
@@ -105,10 +108,10 @@ class Plan:
     batch: BatchShape
     num_rows: int
     steps: int
-    steps_an_epoch: int
-    free: float
-    needed: float
-    space: DiskSpace
+    steps_per_epoch: int
+    free_bytes: float
+    needed_bytes: float
+    disk_space: DiskSpace
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
 
@@ -138,8 +141,8 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Return whether a step may exceed a GPU's memory, by the estimate."""
-        return 0 < self.free < self.needed + NON_TORCH_BYTES
+        """Return whether, by the estimate, a step may exceed a GPU's memory."""
+        return 0 < self.free_bytes < self.needed_bytes + NON_TORCH_BYTES
 
     def write(self) -> None:
         """Write the plan to the run's folder as JSON."""
@@ -154,7 +157,7 @@ class Plan:
         """Read the result of the data check.
 
         Raises:
-            ValueError: The rows are not those that the plan was made with.
+            ValueError: The rows have changed since the plan was made.
         """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
@@ -167,22 +170,22 @@ class Plan:
 
     def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
         """Return the settings and digests that must be the same when this run is resumed."""
-        eval_selects_step_or_end = (
+        evaluations_decide = (
             self.arguments["load_best_model_at_end"]
             or self.arguments["save_strategy"] == "best"
             or self.loop.patience is not None
         )
-        rows = digest_rows(checked, with_evaluated=eval_selects_step_or_end)
+        rows = digest_rows(checked, with_eval=evaluations_decide)
         return ResumeFingerprint(self.settings, self.file_digests, rows)
 
     def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
         config, local_share = load_model_config(self.base), self.placement.local_share
         if problem := memory_check.find_memory_problem(
-            config, self.options, self.batch, self.free, local_share
+            config, self.options, self.batch, self.free_bytes, local_share
         ):
             raise ValueError(problem)
-        require_disk_space(str(self.out), self.space)
+        require_disk_space(str(self.out), self.disk_space)
 
     def require_same_conditions(self) -> None:
         """Check in a training process that the conditions of the plan hold.
@@ -200,18 +203,21 @@ class Plan:
             )
         digests, planned_digests = identify(self.base), self.file_digests
         if digests != planned_digests:
-            pairs = {n: (planned_digests.get(n), digests.get(n)) for n in digests | planned_digests}
-            lines = [f"{n}: {p} planned, {h} here" for n, (p, h) in sorted(pairs.items()) if p != h]
+            lines = [
+                f"{name}: {planned_digests.get(name)} planned, {digests.get(name)} here"
+                for name in sorted(digests.keys() | planned_digests)
+                if planned_digests.get(name) != digests.get(name)
+            ]
             raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(lines))
-        if not self.free:
+        if not self.free_bytes:
             return
-        # By now the CUDA context and NCCL's buffers (NON_TORCH_BYTES) are allocated, too.
+        # Since then, this process has allocated the CUDA context and NCCL's buffers, too.
         free = min_free_gpu_memory(self.options.memory_limit)
-        if free < self.free - NON_TORCH_BYTES:
+        if free < self.free_bytes - NON_TORCH_BYTES:
             raise RuntimeError(
-                f"the run was planned with {self.free / GIB:.1f} GiB free on each GPU, and a GPU "
-                f"has {free / GIB:.1f} GiB now: another process uses it. Free the GPUs, or start "
-                "the training again, to plan with what is free"
+                f"the run was planned with {self.free_bytes / GIB:.1f} GiB free on each GPU, and a "
+                f"GPU has {free / GIB:.1f} GiB now: another process uses it. Free the GPUs, or "
+                "start the training again, to plan with what is free"
             )
 
 
@@ -226,7 +232,7 @@ def make_plan(
 
     Args:
         job: The job; the Hub commit of its base model must be resolved.
-        checkpoint: From :func:`find_start_checkpoint`.
+        checkpoint: The checkpoint to resume from, from :func:`find_start_checkpoint`.
         accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
@@ -237,31 +243,30 @@ def make_plan(
     sequences = checked.batch_sequences()
     require_batches(job, len(sequences.lengths), placement.processes)
     batch = largest_batch(job, sequences, placement.processes)
-    steps_an_epoch = trainer.steps_in_epoch(len(sequences.lengths), placement.processes)
-    steps = trainer.total_steps(steps_an_epoch)
-    require_evaluations(trainer, checked, steps, steps_an_epoch)
+    steps_per_epoch = trainer.steps_in_epoch(len(sequences.lengths), placement.processes)
+    steps = trainer.total_steps(steps_per_epoch)
+    require_evaluations(trainer, checked, steps, steps_per_epoch)
     local_world_size = placement.local_processes or placement.processes
-    free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
-    free = apply_memory_limit(free, job.options.memory_limit)
+    free_bytes = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
+    free_bytes = apply_memory_limit(free_bytes, job.options.memory_limit)
     precision, reason = _choose_precision(job.options.precision, placement.on_cpu, checkpoint)
-    undecided = replace(job.options, precision=precision)
-    options = decide_options(config, undecided, batch, free, steps)
+    with_precision = replace(job.options, precision=precision)
+    options = decide_options(config, with_precision, batch, free_bytes, steps)
     images_per_batch = int(batch.images_per_sequence) * batch.num_sequences
     arguments = training_arguments(
         job,
         options,
         steps,
-        steps_an_epoch,
+        steps_per_epoch,
         on_cpu=placement.on_cpu,
         evaluates=checked.eval is not None,
-        continues=checkpoint is not None,
+        resumes=checkpoint is not None,
         loading=loader_options(
             trainer.passthrough_fields, local_world_size, images_per_batch, config.vision.image_size
         ),
     )
     require_schedule(arguments)
-    # A run that a bad row ends saves a checkpoint then, too.
-    checkpoints = max_checkpoints_on_disk(trainer, job.data.ends_at_bad_row, steps)
+    max_checkpoints = max_checkpoints_on_disk(trainer, job.data.ends_at_bad_row, steps)
     plan = Plan(
         arguments=arguments,
         loop=loop_options(job, options),
@@ -273,7 +278,8 @@ def make_plan(
         precision_reason=reason,
         stream_buffer=job.data.shuffle_buffer if job.data.is_streamed else None,
         reuse_features=job.data.reuse_features,
-        answers=(job.data.eval_answers, job.data.eval_max_new_tokens),
+        eval_answers=job.data.eval_answers,
+        eval_max_new_tokens=job.data.eval_max_new_tokens,
         settings=job.settings(placement.processes) | {"engine.precision": precision},
         length=trainer.length,
         ignored_epochs=trainer.ignored_epochs,
@@ -281,10 +287,10 @@ def make_plan(
         batch=batch,
         num_rows=len(sequences.lengths),
         steps=steps,
-        steps_an_epoch=steps_an_epoch,
-        free=free,
-        needed=estimate_peak_bytes(config, options, batch),
-        space=needed_space(str(job.out), config, options, checkpoints),
+        steps_per_epoch=steps_per_epoch,
+        free_bytes=free_bytes,
+        needed_bytes=estimate_peak_bytes(config, options, batch),
+        disk_space=needed_space(str(job.out), config, options, max_checkpoints),
         checkpoint=checkpoint,
     )
     if checkpoint is None:
@@ -296,7 +302,7 @@ def make_plan(
 def _choose_precision(
     precision: Precision, on_cpu: bool, checkpoint: Path | None
 ) -> tuple[Precision, str]:
-    """Return the precision of a run, and why it was chosen if the recipe leaves it open."""
+    """Return the precision of a run, and why it was chosen; "" if the recipe sets it."""
     if precision != "auto":
         return precision, ""
     chosen, reason = choose_precision(on_cpu)
@@ -318,33 +324,35 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
     """Return the checkpoint in ``out`` to resume from, or None to start from the beginning.
 
     Args:
-        resume: True for the last complete checkpoint, if there is one; or a checkpoint in ``out``.
+        resume: False for the beginning; True for the last complete checkpoint, if there is one; or
+            a checkpoint in ``out``.
 
     Raises:
-        ValueError: The checkpoint is incomplete, or of a run with other settings or another model;
-            or the training in ``out`` is finished and left no checkpoint.
+        ValueError: The checkpoint is incomplete, or was saved by a run with other settings or
+            another model; or the training in ``out`` is finished and left no checkpoint.
     """
-    folder = job.out
     if not resume:
         return None
+    checkpoint: Path | None
     if resume is True:
-        checkpoint = last_complete_checkpoint(folder)
+        checkpoint = last_complete_checkpoint(job.out)
     else:
         checkpoint = resume
-        require_checkpoint(folder, checkpoint)
+        require_checkpoint(job.out, checkpoint)
     if checkpoint is None:
-        if read_training_report(folder).get("finished"):
+        if read_training_report(job.out).get("finished"):
             raise ValueError(
-                f"the training in {folder} is finished and left no checkpoint, so it cannot be "
-                "made longer; to train further, give a new run that folder as model"
+                f"the training in {job.out} is finished and left no checkpoint, so it cannot be "
+                "made longer; to train further, start a new run with that folder as model"
             )
         return None
     settings = job.settings(processes)
     saved = read_checkpoint_manifest(checkpoint)["settings"]
     length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
+    # A resumed run may be longer than the run that saved the checkpoint, but not shorter.
     if is_longer(before={name: saved[name] for name in length if name in saved}, now=length):
         settings |= {name: saved[name] for name in length}
-    if job.options.precision == "auto":  # keep the checkpoint's, even if another is faster here
+    if job.options.precision == "auto":  # _choose_precision takes that of the checkpoint, too
         settings["engine.precision"] = saved.get("engine.precision")
     require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
@@ -356,13 +364,13 @@ def check_data(job: Job) -> CheckedData:
     The caller writes the result to ``CHECKED_DATA`` in ``out``, where every process reads it.
 
     Raises:
-        ValueError: Rows cannot be used, or the processor has another image size than the model.
+        ValueError: Rows cannot be used, or processor and model have different image sizes.
     """
     processor, config = load_processor(job.base), load_model_config(job.base)
     num_tokens, expected = processor.num_image_tokens, config.vision.num_image_tokens
     if num_tokens != expected:
         raise ValueError(
-            f"{job.base.model}: its processor makes {num_tokens:,} tokens of an image, and the "
+            f"{job.base.model}: its processor expands an image to {num_tokens:,} tokens, and the "
             f"model takes {expected:,}: image_size was lost when the tokenizer was saved; expected "
             f'"image_size": {config.vision.image_size} in tokenizer_config.json'
         )
@@ -389,15 +397,15 @@ def largest_batch(job: Job, sequences: BatchSequences, processes: int) -> BatchS
     )
 
 
-def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
+def digest_rows(checked: CheckedData, with_eval: bool) -> RowDigests:
     """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
-        with_evaluated: Whether to include the rows for evaluation. Include them if evaluations
-            decide which step is saved or at which step the run ends.
+        with_eval: Whether to include the rows for evaluation. Include them if evaluations decide
+            which step is saved or at which step the run ends.
     """
     evaluated = None
-    if checked.eval is not None and with_evaluated:
+    if checked.eval is not None and with_eval:
         evaluated = _sha256_of_lines(checked.eval.sample_digests)
     digests = checked.sample_digests
     return RowDigests(len(digests), _sha256_of_lines(digests), evaluated)

@@ -13,8 +13,8 @@ def plot_loss(
     """Plot the loss over the steps, and mark the steps at which it was NaN or infinite.
 
     Args:
-        history: Entries with ``step``, and with ``loss`` or ``eval_loss``: numbers, or texts that
-            ``float`` reads. Entries with neither are skipped.
+        history: Log entries with ``step``, and with ``loss`` or ``eval_loss``, which are numbers or
+            texts such as "nan". Entries with neither are skipped.
         saved: Steps of the checkpoints.
         best: Step of the best evaluation.
     """
@@ -25,12 +25,14 @@ def plot_loss(
     axes = figure.subplots()
     for name, label, marker in (("loss", "training", ""), ("eval_loss", "evaluation", "o")):
         losses = {entry["step"]: float(entry[name]) for entry in history if name in entry}
+        # matplotlib leaves a gap for NaN.
         finite = [loss if math.isfinite(loss) else math.nan for loss in losses.values()]
-        if losses:  # NaN leaves a gap
+        if losses:
             axes.plot([*losses], finite, marker=marker, label=label)
-        for step in (step for step, loss in losses.items() if not math.isfinite(loss)):
-            axes.axvline(step, color="red", linestyle=":", gid="not finite")
-            axes.set_title("dotted: the loss was NaN or infinite")
+        for step, loss in losses.items():
+            if not math.isfinite(loss):
+                axes.axvline(step, color="red", linestyle=":", gid="not finite")
+                axes.set_title("dotted: the loss was NaN or infinite")
     if best:
         axes.axvline(best, color="gray", linestyle="--", label=f"best evaluation: step {best}")
     if saved:

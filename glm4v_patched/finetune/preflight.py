@@ -45,18 +45,17 @@ def validate_recipe(
     Args:
         overrides: Assignments such as ``engine.compile=true`` that override the file.
         processes, device: Arguments of :func:`place_processes`, for this machine.
-        world_size: Number of processes of all machines, if there are several.
+        world_size: Number of processes on all machines, if there are several machines.
 
     Raises:
-        RecipeError: There are problems. The message has a line for each problem that was detected;
-            ``recipe_and_placement`` has the recipe and the placement, if they were resolved.
+        RecipeError: There are problems; the message has a line for each.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
-    problems = [*checked.problems, *_local_problems(checked.known, device, processes)]
+    problems = [*checked.problems, *_local_problems(checked.valid, device, processes)]
     placement = None
     try:
-        placement = place_processes(processes, device, checked.known.get("engine.zero_stage", 3))
+        placement = place_processes(processes, device, checked.valid.get("engine.zero_stage", 3))
     except PlacementError as error:
         problems.append(RecipeProblem(error.field, str(error)))
     if checked.recipe is not None:
@@ -70,7 +69,7 @@ def validate_recipe(
 
 
 def _local_problems(
-    known: Mapping[str, Any], device: Device, processes: int | None
+    values: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
     """Yield problems of valid values on this machine: paths, devices, packages."""
     checks = {
@@ -84,51 +83,54 @@ def _local_problems(
         "out": find_folder_problem,
     }
     for name, find_problem in checks.items():
-        value = known.get(name)
+        value = values.get(name)
         if not isinstance(value, str):
-            continue  # false or null; or invalid, which check_values reports
-        text = find_problem(value) or (name == "out" and find_foreign_images(Path(value)))
+            continue  # not a path, or invalid, which check_values reports
+        text = find_problem(value)
+        if text is None and name == "out":
+            text = find_foreign_images(Path(value))
         if text and name == "data.eval" and re.fullmatch(r"[\d.]+ ?%?", value):
             text += "; a share of the rows is a number without quotes or %: 0.05"
         if text:
             yield RecipeProblem(name, f"{name} is {short_json(value)}: {text}")
     for name in ("data.train", "data.eval"):
-        sets = known.get(name)
+        sets = values.get(name)
         with suppress(ValueError):  # check_values reports it
             for source in make_sources(sets, {}) if isinstance(sets, list) else ():
                 if text := find_source_problem(source):
                     yield RecipeProblem(name, f"{name} has {short_json(source.path)}: {text}")
-    yield from find_device_problems(known, device, processes)
-    missing: list[RecipeProblem] = []
+    yield from find_device_problems(values, device, processes)
+    problems: list[RecipeProblem] = []
     for name in ("trained", "engine.optimizer"):
-        with collect_problems(missing, name):
-            require_packages(known.get(name, ""))
-    if known.get("engine.zero_stage"):
-        with collect_problems(missing, "engine.zero_stage"):
+        with collect_problems(problems, name):
+            require_packages(values.get(name, ""))
+    if values.get("engine.zero_stage"):
+        with collect_problems(problems, "engine.zero_stage"):
             require_deepspeed()
-    yield from missing
+    yield from problems
 
 
 def find_device_problems(
-    known: Mapping[str, Any], device: Device, processes: int | None
+    values: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
-    """Yield problems of values of a recipe that do not work on a device.
+    """Yield problems of a recipe's values that do not work on a device.
 
     Args:
-        known: Valid values by dotted names.
+        values: Valid values by dotted names.
         processes: Number of GPUs to check; None for all.
     """
     if device == "cpu":
-        gpu_only = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
-        for name, (value, cure) in gpu_only.items():
-            if known.get(name) == value:
+        # Name of a field, its value that needs a GPU, and the value for a CPU.
+        gpu_only = [("engine.optimizer", "adamw_8bit", "adamw"), ("engine.fp8", True, "false")]
+        for name, value, expected in gpu_only:
+            if values.get(name) == value:
                 message = f"{name} is {short_json(value)}, which runs on a GPU, and --device is cpu"
-                yield RecipeProblem(name, f"{message}; expected {cure}")
-    elif known.get("engine.fp8"):
-        gpus = find_gpus().devices[:processes]  # place_processes reports a missing GPU
-        problems = [find_fp8_problem(gpu.name, gpu.capability) for gpu in gpus]
-        for problem in [*filter(None, problems)][:1]:
-            yield RecipeProblem("engine.fp8", f"engine.fp8 is true: {problem}")
+                yield RecipeProblem(name, f"{message}; expected {expected}")
+    elif values.get("engine.fp8"):
+        for gpu in find_gpus().devices[:processes]:  # place_processes reports missing GPUs
+            if problem := find_fp8_problem(gpu.name, gpu.capability):
+                yield RecipeProblem("engine.fp8", f"engine.fp8 is true: {problem}")
+                return
 
 
 def _combined_problems(
@@ -150,10 +152,10 @@ def _combined_problems(
 
 
 def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
-    """Return problems of outputs that lie inside or around a folder that the run reads."""
+    """Return problems of output folders that contain, or lie in, a folder that the run reads."""
     inputs: list[tuple[str, str | Path]] = [("the model's folder", recipe.model)]
     inputs += folders_of(base)
-    patterns: list[tuple[str, str]] = []
+    patterns: list[tuple[str, str]] = []  # name of the field, and a path that may have wildcards
     for name, sets in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         if sets is None or isinstance(sets, float):
             continue
@@ -164,17 +166,17 @@ def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
     outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
         outputs["data.reuse_features"] = features
-        if is_within(recipe.out, features):  # features may lie inside out
+        if is_within(recipe.out, features):  # the reverse is allowed
             text = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
-            text += "; expected out in a folder of its own, beside or around it"
+            text += "; expected out to be another folder, or one that contains it"
             problems.append(RecipeProblem("out", text))
     for name, out in outputs.items():
         with collect_problems(problems, name):
             require_apart(out, inputs, name)
-            for source_name, pattern in patterns:
+            for field, pattern in patterns:
                 if pattern_reaches(pattern, out):
                     raise ValueError(
-                        f"{name}, {out}, lies where {source_name} looks for files, {pattern}; "
-                        "expected a folder that the pattern does not reach"
+                        f"{name}, {out}, may contain files that match {field}, {pattern}; expected "
+                        "a folder whose files do not match the pattern"
                     )
     return problems

@@ -1,7 +1,8 @@
 """Entry point of a training process: ``python -m glm4v_patched.finetune.process PLAN``.
 
-``PLAN`` is the file of a :class:`plan.Plan`. :mod:`launch` starts this module; on several machines
-:mod:`__main__` calls it. Slow imports come after the process is bound to end with its parent.
+``PLAN`` is the file of a :class:`plan.Plan`. :mod:`launch` starts this module; on several machines,
+:mod:`__main__` calls it. Slow imports are inside of functions: before them, the process makes sure
+that it ends together with its parent.
 """
 
 import os
@@ -21,7 +22,8 @@ def main() -> NoReturn:
 def run(plan: Path) -> int:
     """Train by a plan, and return the exit status.
 
-    If the training has no result, its report contains the error, and the launcher prints it.
+    If the training ends without a model, the exit status is 1, and the launcher prints the error
+    from the training's report.
     """
     with show_progress(
         "loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"
@@ -39,7 +41,7 @@ def run(plan: Path) -> int:
 def exit_process(status: int = 0) -> NoReturn:
     """End this process without waiting for threads of DeepSpeed and inductor.
 
-    Call this after everything is saved. Python's own shutdown may kill such a thread half-way,
+    Call this after everything is saved. Python's own shutdown may kill such a thread while it runs,
     which aborts the process.
     """
     from torch import distributed

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..engine.memory_plan import GIB
 from ..terminal_text import Activity, show_progress, write_line
 from .checkpoints import checkpoint_step, list_checkpoints
 from .plots import plot_loss
-from .run_folder import PLOT
+from .run_folder import LOSS_PLOT
 
 SECONDS_BETWEEN_PLOTS = 30
-GIB = 2**30
 
 
 def quiet_transformers() -> None:
     """Hide the warning that the Trainer has replaced the model's special tokens by the tokenizer's.
 
-    :class:`trainer.RecipeTrainer` undoes that replacement.
+    :class:`trainer.RecipeTrainer` restores the model's tokens when it saves the model.
     """
     for name in ("transformers.trainer", "transformers.trainer_utils"):
-        logging.getLogger(name).addFilter(_is_not_alignment)
+        logging.getLogger(name).addFilter(_is_not_token_warning)
 
 
-def _is_not_alignment(record: logging.LogRecord) -> bool:
+def _is_not_token_warning(record: logging.LogRecord) -> bool:
     return "has new PAD/BOS/EOS tokens" not in record.getMessage()
 
 
@@ -40,28 +40,32 @@ class Progress(TrainerCallback):
     ``loss.png`` is redrawn at most twice a minute, and at the end.
 
     Args:
-        batch: Samples in an optimizer step of all processes; their mean if samples are packed.
+        samples_per_step: Samples in an optimizer step of all processes; the mean if they are
+            packed.
         activity: Counts the steps.
         compiles: Whether the first step compiles the layers, which may take a minute.
         has_epochs: Whether the data has an end, unlike a stream.
     """
 
     # The first steps are not timed: layers are compiled, workers start, and kernels are chosen.
-    WARM_UP = 3
+    NUM_UNTIMED_STEPS = 4
 
     def __init__(
         self,
-        batch: float,
+        samples_per_step: float,
         activity: Activity,
         compiles: bool = False,
         has_epochs: bool = True,
     ):
-        self.batch, self.activity, self.has_epochs = batch, activity, has_epochs
-        self.first_step = "the first step" + ", which compiles the layers" * compiles
+        self.samples_per_step, self.has_epochs = samples_per_step, has_epochs
+        self.activity = activity
+        self.first_step = "the first step"
+        if compiles:
+            self.first_step += ", which compiles the layers"
         self._first_step_message = ExitStack()
         self._last_time: float | None = None
         self._step_seconds: list[float] = []  # without the time of evaluations and checkpoints
-        self._num_logged = 0
+        self._num_logged = 0  # steps up to the last line
         self._memory_peaks: dict[str, float] = {}
         self._last_plot_time = 0.0
 
@@ -82,6 +86,7 @@ class Progress(TrainerCallback):
         self.activity.update()
 
     def on_evaluate(self, args, state, control, **kwargs):
+        # The next step is timed from here on.
         self._last_time = time.monotonic()
 
     on_save = on_evaluate
@@ -102,13 +107,17 @@ class Progress(TrainerCallback):
             self._plot(args, state)
 
     def _describe_steps(self, state, logs: dict[str, float]) -> str:
-        """Return loss, learning rate, speed, memory and remaining time since the last line."""
-        fields = [f"loss {logs['loss']:.4g}", f"lr {_short(logs.get('learning_rate', 0))}"]
-        steps, self._num_logged = self._step_seconds[self._num_logged :], len(self._step_seconds)
-        if steps:
-            seconds = sum(steps) / len(steps)
+        """Return loss, learning rate, speed, peak memory and remaining time.
+
+        Speed and remaining time are computed from the steps since the last line.
+        """
+        fields = [f"loss {logs['loss']:.4g}", f"lr {_format_rate(logs.get('learning_rate', 0))}"]
+        step_seconds = self._step_seconds[self._num_logged :]
+        self._num_logged = len(self._step_seconds)
+        if step_seconds:
+            seconds = sum(step_seconds) / len(step_seconds)
             remaining = timedelta(seconds=round(seconds * (state.max_steps - state.global_step)))
-            fields.append(f"{self.batch / max(seconds, 1e-9):.3g} samples/s")
+            fields.append(f"{self.samples_per_step / max(seconds, 1e-9):.3g} samples/s")
             if torch.cuda.is_available():
                 fields.append(f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB")
             fields.append(f"left {remaining}")
@@ -129,8 +138,8 @@ class Progress(TrainerCallback):
         The speed excludes evaluations and checkpoints, and is None after too few steps. The peaks
         are those of this process.
         """
-        timed = self._step_seconds[self.WARM_UP + 1 :]
-        speed = len(timed) * self.batch / sum(timed) if timed else None
+        timed = self._step_seconds[self.NUM_UNTIMED_STEPS :]
+        speed = len(timed) * self.samples_per_step / sum(timed) if timed else None
         return {"samples_per_s": speed, **self._memory_peaks}
 
     def _plot(self, args, state) -> None:
@@ -139,15 +148,16 @@ class Progress(TrainerCallback):
             return
         folder = Path(args.output_dir)
         saved = sorted(map(checkpoint_step, list_checkpoints(folder)))
-        arguments = state.log_history, folder / PLOT, saved, state.best_global_step
-        # matplotlib's font parser stores the exceptions that it catches, whose tracebacks keep the
-        # frames of all callers alive. The frames of a thread do not hold the model and the workers.
+        arguments = state.log_history, folder / LOSS_PLOT, saved, state.best_global_step
+        # matplotlib's font parser stores the exceptions that it catches. Their tracebacks keep the
+        # frames of all callers alive, which in this thread would be those that have the model and
+        # the dataloader's workers.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(plot_loss, *arguments).result()
         self._last_plot_time = time.monotonic()
 
 
-def _short(rate: float) -> str:
-    """Return a learning rate as 1.0e-4, without a zero in the exponent."""
+def _format_rate(rate: float) -> str:
+    """Return a learning rate such as "1.0e-4", without the zero of "1.0e-04"."""
     mantissa, _, exponent = f"{rate:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if rate else "0"

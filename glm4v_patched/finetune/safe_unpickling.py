@@ -17,9 +17,9 @@ from ..patch.patch_set import AttributePatch, PatchSet
 
 @contextmanager
 def loading_safely() -> Iterator[None]:
-    """Make DeepSpeed load checkpoints with torch's ``weights_only``, which DeepSpeed disables.
+    """During the block, make DeepSpeed load checkpoints with torch's ``weights_only=True``.
 
-    Besides tensors and plain values, three classes of DeepSpeed are allowed.
+    Besides tensors and plain values, the classes in ``CHECKPOINT_CLASSES`` are allowed.
 
     Raises:
         RuntimeError: DeepSpeed has moved the function that is replaced, or one of the classes.
@@ -48,7 +48,7 @@ def _load(engine, path: str, map_location=None):
 
 
 def _enum_member(enum: object, name: str) -> Enum:
-    """Replace ``getattr``, which pickles of Python 3.11.0 to 3.11.3 call for members of enums."""
+    """Replace ``getattr`` in unpickling: pickles of Python 3.11.0 to 3.11.3 call it for enums."""
     if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
         return enum[name]
     raise pickle.UnpicklingError(f"getattr of {enum!r}, {name!r}")

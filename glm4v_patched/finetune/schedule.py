@@ -1,4 +1,4 @@
-"""Check the learning rates of a run by the schedule that transformers builds for it."""
+"""Check the learning rates of a run, by building its schedule with transformers."""
 
 import math
 import warnings
@@ -13,10 +13,12 @@ from ..terminal_text import error_text
 from .recipe.file import short_json
 from .recipe.trainer import SCHEDULES_BY_METRIC
 
-# Only MAX_SAMPLED_STEPS evenly spread steps of a longer run are checked. A schedule that depends on
-# a metric is tried with NUM_EVALUATIONS evaluations that improve, and as many that do not.
-MAX_SAMPLED_STEPS, NUM_EVALUATIONS = 10_000, 50
-ROUNDING = 1e-6  # relative error of a rate that is accepted
+# Of a run with more steps, about this many evenly spaced steps are checked.
+MAX_SAMPLED_STEPS = 10_000
+# A schedule that depends on a metric is tried with this many evaluations in which the metric falls,
+# and then as many in which it is higher and stays the same.
+NUM_EVALUATIONS = 50
+RATE_TOLERANCE = 1e-6  # relative
 # A schedule is most likely a mistake if its highest rate is below MIN_PEAK_SHARE of
 # trainer.learning_rate, or if more than MAX_IDLE_SHARE of its steps have the rate 0.
 MIN_PEAK_SHARE, MAX_IDLE_SHARE = 0.8, 0.1
@@ -50,7 +52,7 @@ def require_schedule(arguments: Arguments) -> None:
     peak = arguments["learning_rate"]
     highest_allowed = math.inf if name in SCHEDULES_BY_METRIC else peak
     for step, rate in rates:
-        if not 0 <= rate <= highest_allowed * (1 + ROUNDING) or rate == math.inf:
+        if not 0 <= rate <= highest_allowed * (1 + RATE_TOLERANCE) or rate == math.inf:
             raise ValueError(
                 f"trainer.lr_scheduler_type {name} {options} has the learning rate {rate:g} at "
                 f"step {min(step + 1, steps):,} of {steps:,}; expected 0 to "
@@ -59,8 +61,8 @@ def require_schedule(arguments: Arguments) -> None:
     if not any(rate for step, rate in rates if step < steps):
         raise ValueError(
             f"trainer.lr_scheduler_type {name} {options} has the learning rate 0 in all of the "
-            f"{steps:,} steps, so that nothing would be trained; expected more steps, or fewer of "
-            "warm-up, the first of which has the rate 0"
+            f"{steps:,} steps, so that nothing would be trained; expected more steps, or fewer "
+            "steps of warm-up, the first of which has the rate 0"
         )
 
 
@@ -86,10 +88,10 @@ def schedule_warnings(arguments: Arguments) -> Iterator[str]:
 def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
     """Return pairs of a step, from 0, and its learning rate.
 
-    If parts of the model have their own rates, the highest rate is returned; the others are
-    proportional to it. The step after the last is included, because the Trainer computes a rate
-    for it, too. For a schedule that depends on a metric, all pairs have step 0, and the rates are
-    those after the simulated evaluations.
+    If parts of the model have their own rates, these are the rates of the part with the highest;
+    the others are proportional. The step after the last is included, because the Trainer computes a
+    rate for it, too. For a schedule that depends on a metric, all pairs have step 0, and the rates
+    are those after the simulated evaluations.
     """
     optimizer = torch.optim.AdamW(
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]
@@ -119,7 +121,7 @@ def _build(arguments: Arguments, optimizer: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _sampled_steps(arguments: Arguments) -> list[int]:
-    """Return all steps of a short run; of others, evenly spread steps and the last ones."""
+    """Return all steps of a short run; of a longer one, evenly spaced steps and the last two."""
     steps = arguments["max_steps"]
     return [*range(0, steps - 1, -(-steps // MAX_SAMPLED_STEPS)), steps - 1, steps]
 
@@ -129,7 +131,10 @@ def _kwargs(arguments: Arguments) -> dict[str, Any]:
 
 
 def _require_kwargs(arguments: Arguments) -> None:
-    """Raise ``ValueError`` for ``lr_scheduler_kwargs`` that are ignored, or of a wrong type."""
+    """Raise ``ValueError`` for ``lr_scheduler_kwargs`` that have no effect, or of a wrong type.
+
+    For a schedule that depends on a metric, ``mode`` must also match the metric.
+    """
     name, metric = arguments["lr_scheduler_type"], arguments["metric_for_best_model"]
     kwargs = _kwargs(arguments)
     if kwargs and _drops_kwargs(arguments):
@@ -147,20 +152,22 @@ def _require_kwargs(arguments: Arguments) -> None:
             )
     if name not in SCHEDULES_BY_METRIC:
         return
-    greater = arguments.get("greater_is_better")
-    if greater is None:
-        greater = not metric.endswith("loss")
-    mode, expected = kwargs.get("mode", "min"), "max" if greater else "min"
+    greater_is_better = arguments.get("greater_is_better")
+    if greater_is_better is None:
+        greater_is_better = not metric.endswith("loss")
+    better, expected = ("greater", "max") if greater_is_better else ("lower", "min")
+    mode = kwargs.get("mode", "min")
     if mode != expected:
         raise ValueError(
-            f"trainer.lr_scheduler_type {name} has the mode {short_json(mode)}, and a "
-            f"{'greater' if greater else 'lower'} trainer.metric_for_best_model {metric} is "
-            f"better; expected trainer.lr_scheduler_kwargs to have mode: {expected}"
+            f"trainer.lr_scheduler_type {name} has the mode {short_json(mode)}, and a {better} "
+            f"trainer.metric_for_best_model {metric} is better; expected "
+            f"trainer.lr_scheduler_kwargs to have mode: {expected}"
         )
 
 
 def _drops_kwargs(arguments: Arguments) -> bool:
     """Return whether transformers ignores the kwargs of a schedule, as it does for "constant"."""
+    # A schedule that takes kwargs raises a TypeError for an unknown name.
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     try:
         _build({**arguments, "max_steps": 1}, optimizer, {"no such name": 0})

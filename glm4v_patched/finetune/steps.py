@@ -13,58 +13,59 @@ def require_batches(job: Job, rows: int, processes: int) -> None:
     """Raise ``ValueError`` if ``dataloader_drop_last`` would drop all batches.
 
     Args:
-        rows: Number of rows in an epoch, after packing.
+        rows: Number of rows in an epoch; of packed sequences if ``data.pack_to`` is set.
     """
-    trainer_config = job.trainer
-    needed = trainer_config.per_device_train_batch_size * processes
-    if job.data.is_streamed or trainer_config.steps_in_epoch(rows, processes):
+    if job.data.is_streamed or job.trainer.steps_in_epoch(rows, processes):
         return  # a stream starts again at its end
-    row = "row" if job.data.pack_to is None else "packed row (data.pack_to)"
-    rows_in_words = pluralize(rows, row, row.replace("row", "rows", 1))
+    batch_size = job.trainer.per_device_train_batch_size
+    rows_in_words = pluralize(rows, "row")
+    if job.data.pack_to is not None:
+        rows_in_words = f"{pluralize(rows, 'packed sequence')} (data.pack_to)"
     raise ValueError(
         f"trainer.dataloader_drop_last is true and there are {rows_in_words}: a batch of "
-        f"{trainer_config.per_device_train_batch_size:,} (trainer.per_device_train_batch_size) for "
-        f"each of {pluralize(processes, 'process')} takes {needed:,}, so that nothing "
+        f"{batch_size:,} (trainer.per_device_train_batch_size) for each of "
+        f"{pluralize(processes, 'process')} takes {batch_size * processes:,}, so that nothing "
         "would be trained; expected more rows, smaller batches, fewer processes, or "
         "trainer.dataloader_drop_last: false"
     )
 
 
 def require_evaluations(
-    trainer_config: TrainerFields, checked: CheckedData, steps: int, steps_an_epoch: int
+    trainer_config: TrainerFields, checked: CheckedData, steps: int, steps_per_epoch: int
 ) -> None:
     """Raise ``ValueError`` if no row is left to evaluate on, or if the run would end too early.
 
-    Too early means before ``eval_delay`` is over, or before an evaluation that a field needs.
+    Too early means before ``eval_delay`` is over, or before the first evaluation if a field needs
+    evaluations.
     """
     if checked.eval is None:
         return
     if not len(checked.eval.rows):
         raise ValueError(
-            f"of data.eval, {checked.eval.path}, 0 rows are left; expected at least 1 that can be "
-            "used, or data.eval: null"
+            f"data.eval, {checked.eval.path}, has no row that can be used; expected at least 1, or "
+            "data.eval: null"
         )
-    if not (every := trainer_config.eval_every(steps_an_epoch)):
+    if not (interval := trainer_config.eval_every(steps_per_epoch)):
         return
-    delay, interval = trainer_config.eval_delay(steps_an_epoch), f"every {every:,} steps"
+    delay, interval_in_words = trainer_config.eval_delay(steps_per_epoch), f"{interval:,} steps"
     if trainer_config.effective_eval_strategy == "epoch":
-        interval = f"after every epoch of {every:,} steps"
+        interval_in_words = f"epoch, which has {interval:,} steps"
     if delay > steps:
         raise ValueError(
             f"trainer.eval_delay is {trainer_config.passthrough_fields['eval_delay']:g}, which is "
             f"{delay:g} steps, and the run has {steps:,}: it would end before the first "
             "evaluation; expected less"
         )
-    first = every * max(math.ceil(delay / every), 1)
-    if first > steps and (names := [*_fields_with_evaluations(trainer_config)]):
+    first = interval * max(math.ceil(delay / interval), 1)
+    if first > steps and (names := [*_fields_that_need_evaluations(trainer_config)]):
         raise ValueError(
-            f"{names[0]} needs evaluations before the end: the run has {steps:,} steps, and with "
-            f"one {interval} the first comes at step {first:,}; expected more steps, a lower "
-            f"trainer.eval_steps, or not {names[0]}"
+            f"{names[0]} needs an evaluation before the run ends: there is one every "
+            f"{interval_in_words}, the first at step {first:,}, and the run has {steps:,} steps; "
+            f"expected more steps, a lower trainer.eval_steps, or no {names[0]}"
         )
 
 
-def _fields_with_evaluations(trainer_config: TrainerFields) -> Iterator[str]:
+def _fields_that_need_evaluations(trainer_config: TrainerFields) -> Iterator[str]:
     """Yield the fields of a recipe that need an evaluation before the run ends."""
     if trainer_config.load_best_model_at_end:
         yield "trainer.load_best_model_at_end"

@@ -24,7 +24,7 @@ from .schedule import schedule_warnings
 
 MAX_SAMPLE_CHARACTERS = 1500
 MAX_LEARNING_RATE = 1e-2  # far above the rates that train a model of any size
-# Operations that each policy of activation checkpointing recomputes; "every N" is not listed.
+# What each policy of activation checkpointing recomputes; "every N" recomputes each Nth layer.
 RECOMPUTED = {
     "none": "nothing",
     "linear": "elementwise operations",
@@ -47,7 +47,7 @@ def describe_plan(plan: Plan, checked: CheckedData) -> str:
         "trained": _describe_trained(plan, config),
         "device": f"{plan.placement.processes} x {device}, {_describe_precision(plan)}, "
         + (f"ZeRO-{stage}" if stage else "no ZeRO"),
-        "engine": describe_policies(plan),
+        "engine": describe_engine(plan),
         "memory": describe_memory(plan),
         "optimizer": _describe_offloaded(plan, config),
         "disk": _describe_disk(plan),
@@ -69,7 +69,7 @@ def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> st
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     markers = ["<|begin_of_image|>", "<|end_of_image|>"]
     begin, end = processor.tokenizer.convert_tokens_to_ids(markers)
-    kinds, in_image = [], False
+    kinds, in_image = [], False  # of each token: whether it is of an image, and supervised
     for token, label in zip(ids, labels, strict=True):
         in_image = in_image and token != end
         kinds.append((in_image, label != IGNORE_INDEX))
@@ -87,7 +87,7 @@ def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> st
 
 
 def _describe_precision(plan: Plan) -> str:
-    """Return the precision, why it was chosen, and how to choose another."""
+    """Return the precision, and if the recipe left it open, the reason and the recipe's field."""
     reason = plan.precision_reason
     return plan.options.precision + (f" ({reason}; engine.precision)" if reason else "")
 
@@ -128,8 +128,8 @@ def _describe_evaluation(plan: Plan, checked: CheckedData) -> str:
 def _describe_steps(plan: Plan) -> str:
     text = f"{plan.steps:,}"
     if not plan.is_streamed:
-        epochs = plan.steps / plan.steps_an_epoch
-        text += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
+        epochs = plan.steps / plan.steps_per_epoch
+        text += f", {plan.steps_per_epoch:,} an epoch: {epochs:.2f} epochs"
     if plan.ignored_epochs is not None:
         text += f" (max_steps overrides num_train_epochs, which is {plan.ignored_epochs:g})"
     return (
@@ -147,8 +147,8 @@ def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
     return f"{plan.options.trained}: {num_trained:,} of {total:,} weights; learning rate {in_words}"
 
 
-def describe_policies(plan: Plan) -> str:
-    """Describe what activation checkpointing recomputes, the offload, and compilation."""
+def describe_engine(plan: Plan) -> str:
+    """Describe the engine's choices, and the length of the sequences that they were made for."""
     options = plan.options
     parts = {"vision tower": options.tower, "language model": options.language}
     recomputed = [
@@ -164,15 +164,17 @@ def describe_policies(plan: Plan) -> str:
 
 def describe_memory(plan: Plan) -> str:
     """Describe the estimated peak memory of a GPU; return "" on a CPU, which has no estimate."""
-    if not plan.free:
+    if not plan.free_bytes:
         return ""
-    available = (plan.free - NON_TORCH_BYTES) / GIB
-    text = f"{plan.needed / GIB:.1f} GiB on each GPU, of {available:.1f} GiB that are free"
-    return text + ": it may not suffice" * plan.is_tight
+    available = (plan.free_bytes - NON_TORCH_BYTES) / GIB
+    text = f"{plan.needed_bytes / GIB:.1f} GiB on each GPU, of {available:.1f} GiB that are free"
+    return f"{text}: it may not suffice" if plan.is_tight else text
 
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
-    if not (needed := offloaded_bytes(config, plan.options) * plan.placement.local_share):
+    """Describe the RAM that offloading takes on this machine; return "" without offloading."""
+    needed = offloaded_bytes(config, plan.options) * plan.placement.local_share
+    if not needed:
         return ""
     return (
         f"{format_bytes(needed)} of the machine's memory, of which {format_bytes(free_ram())} are "
@@ -181,7 +183,7 @@ def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
 
 
 def _describe_disk(plan: Plan) -> str:
-    space = plan.space
+    space = plan.disk_space
     text = f"{format_bytes(space.total)}: the model {format_bytes(space.model)}"
     if space.max_checkpoints == 1:
         text += f", one checkpoint of {format_bytes(space.checkpoint)}"
@@ -198,9 +200,9 @@ def find_warnings(plan: Plan) -> Iterator[str]:
     rate = plan.arguments["learning_rate"]
     if rate > MAX_LEARNING_RATE:
         yield (
-            f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that in a step, and "
-            "most weights are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
-            "themselves"
+            f"trainer.learning_rate is {rate:g}: AdamW changes a weight by up to this in a step, "
+            "and most weights are below 0.1; usual rates are 1e-4 for LoRA, and 1e-5 for the "
+            "model's own weights"
         )
     yield from schedule_warnings(plan.arguments)
     if plan.effective_batch > plan.num_rows and not plan.is_streamed:

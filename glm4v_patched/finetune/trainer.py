@@ -47,9 +47,9 @@ PRIVATE_METHODS = ("_determine_best_metric", "_load_best_model", "_save_checkpoi
 class RecipeTrainer(Trainer):
     """Trainer of a glm-4v or of LoRA adapters on one.
 
-    Before a model or checkpoint is saved, the config gets its original values again: the Trainer
-    and this class change ``eos_token_id`` and ``skip_logits``. The model's code is saved beside
-    adapters, so that a process without this package can load the base model.
+    During training, the Trainer and this class change ``eos_token_id`` and ``skip_logits`` of the
+    model's config; a model or checkpoint is saved with the original values. The model's code is
+    saved beside adapters, so that a process without this package can load the base model.
 
     Args:
         model: A glm-4v, or peft's model around one.
@@ -58,6 +58,11 @@ class RecipeTrainer(Trainer):
         eval_collator: Collator for ``eval_dataset``, if it differs from ``data_collator``.
         eval_generations: Generates answers at each evaluation.
         options: Arguments of transformers' Trainer.
+
+    Attributes:
+        glm4v: ``model``, or the glm-4v inside of peft's model.
+        divergence: The callback that ends a diverged run.
+        bad_rows: The callback that ends the run of a stream at a row that cannot be used.
     """
 
     def __init__(
@@ -85,30 +90,31 @@ class RecipeTrainer(Trainer):
             self.eval_collator = features.collator(self.eval_collator)
         self.has_adapters = hasattr(model, "get_base_model")
         untyped: Any = model
-        self.inner: GLM4VForCausalLM = untyped.get_base_model() if self.has_adapters else untyped
+        self.glm4v: GLM4VForCausalLM = untyped.get_base_model() if self.has_adapters else untyped
         if self.has_adapters:
             # By default, peft asks the Hub for the base's config, to detect resized embeddings.
             untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
         # The model has three end tokens. The Trainer replaces them by the tokenizer's single one,
         # and save_model restores them.
-        self.stop_ids = self.inner.config.eos_token_id
-        self._last_step: tuple[nn.Module, dict] | None = None
-        self._defaults: dict[str, Any] = {}
+        self.eos_token_ids = self.glm4v.config.eos_token_id
+        # The model as the Trainer calls it, and the inputs of its last training step.
+        self._last_call: tuple[nn.Module, dict] | None = None
+        self._optimizer_defaults: dict[str, Any] = {}
         super().__init__(model=model, **options)
         self.add_callback(self.divergence)
         if isinstance(self.train_dataset, StreamDataset):
             self.add_callback(self.bad_rows)
-        self.inner.config.skip_logits = True
+        self.glm4v.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer with a learning rate for each part of the model.
+        """Create the Trainer's optimizer, with a learning rate for each part if ``rates`` is set.
 
-        Empty parameter groups are dropped. With LoRA the group without weight decay is empty;
-        DeepSpeed would drop it, the scheduler would keep it, and the first step would fail with
-        "zip() argument 2 is longer".
+        Empty parameter groups, such as LoRA's group without weight decay, are dropped. DeepSpeed
+        would drop them, but the scheduler would not, and the first step would fail with "zip()
+        argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
-        self._defaults = optimizer.defaults
+        self._optimizer_defaults = optimizer.defaults
         groups = optimizer.param_groups
         if self.rates is not None:
             assert self.model is not None
@@ -131,25 +137,27 @@ class RecipeTrainer(Trainer):
         Some schedules read ``optimizer.defaults``, which DeepSpeed's optimizers lack.
         """
         assert self.optimizer is not None
-        self.optimizer.defaults = self._defaults
+        self.optimizer.defaults = self._optimizer_defaults
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, StreamDataset):
-            # A stream yields only the rows of this process. accelerate would shard them again, or
-            # read all rows in one process.
+            # A stream yields only the rows of this process. accelerate's loader would shard them
+            # again, or read the rows of all processes in one.
             args, rows = self.args, self.train_dataset
             workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor
             pin_memory = args.dataloader_pin_memory and torch.cuda.is_available()
             options = {"batch_size": rows.batch_size, "pin_memory": pin_memory}
-            return self._loader(rows, self.data_collator, workers, prefetch, **options)
+            return self._make_loader(rows, self.data_collator, workers, prefetch, **options)
         loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
             # accelerate's loader wraps torch's loader, which starts the workers.
             loader.base_dataloader.multiprocessing_context = self.worker_start
         return loader
 
-    def _loader(self, rows, collator, workers: int, prefetch: int | None, **options) -> DataLoader:
+    def _make_loader(
+        self, rows, collator, workers: int, prefetch: int | None, **options
+    ) -> DataLoader:
         if workers:
             options |= {"prefetch_factor": prefetch, "multiprocessing_context": self.worker_start}
         # Without a generator of its own, the loader would advance torch's global generator.
@@ -167,7 +175,7 @@ class RecipeTrainer(Trainer):
 
     def training_step(self, model, inputs, *rest):
         self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE_SOURCES, []))
-        self._last_step = model, dict(inputs)
+        self._last_call = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # DeepSpeed has the norm of this step only after the last of its accumulated batches.
         has_norm = self.is_deepspeed_enabled and self.accelerator.sync_gradients
@@ -175,9 +183,11 @@ class RecipeTrainer(Trainer):
         return self.divergence.record(loss, norm)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Return the mean loss of all supervised tokens, and the exact match of generated answers.
+        """Return the metrics of an evaluation, after logging them and calling the callbacks.
 
-        The loss is computed without logits.
+        The metrics are the mean loss of all supervised tokens, which is computed without logits,
+        the number of these tokens, the share of generated answers that match exactly, and the
+        seconds that the evaluation took.
         """
         started = time.monotonic()
         loss, tokens = self._mean_loss(self.eval_dataset if eval_dataset is None else eval_dataset)
@@ -186,24 +196,25 @@ class RecipeTrainer(Trainer):
             exact_match = 0.0  # a model with a loss of NaN generates no answers
             if math.isfinite(loss):
                 with self.compute_loss_context_manager():
-                    draws_contact_sheet = self.is_world_process_zero()
-                    exact_match = self.eval_generations.answer(self.model, draws_contact_sheet)
-            # GPUs may generate different tokens, and all processes must decide by the same result.
-            shared = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
+                    draws_sheet = self.is_world_process_zero()
+                    exact_match = self.eval_generations.answer(self.model, draws_sheet)
+            # The processes may generate different answers. All of them use the score of process 0,
+            # because all must agree on the best step.
+            score = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():
-                torch.distributed.broadcast(shared, 0)
-            metrics[f"{metric_key_prefix}_exact_match"] = shared.item()
+                torch.distributed.broadcast(score, 0)
+            metrics[f"{metric_key_prefix}_exact_match"] = score.item()
         metrics[f"{metric_key_prefix}_runtime"] = round(time.monotonic() - started, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         if self.state.global_step == 0:
-            self._save_start(metrics)
+            self._save_initial_checkpoint(metrics)
         return metrics
 
-    def _save_start(self, metrics: dict[str, float]) -> None:
-        """Save the initial weights as a checkpoint, because they may remain the best."""
+    def _save_initial_checkpoint(self, metrics: dict[str, float]) -> None:
+        """If the best weights are kept, save the initial ones as a checkpoint: they may be best."""
         keeps_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
         self.control.should_save = keeps_best
         if self._determine_best_metric(metrics, None) and keeps_best:
@@ -219,16 +230,15 @@ class RecipeTrainer(Trainer):
         """
         batch_size, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
         if workers and isinstance(rows, ConversationDataset):
-            # The workers of training still use shared memory for their batches.
+            # The workers of the training loader still occupy shared memory with their batches.
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             max_images = rows.max_images * batch_size
             workers = workers_that_fit(workers, local_world_size, max_images)
-        # A process with fewer batches than others computes filler batches, which do not count.
         batches, are_counted = shard_batches(len(rows), batch_size)
-        loader = self._loader(
+        loader = self._make_loader(
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
-        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss sum, tokens
         is_printed, num_batches = self.is_world_process_zero(), len(batches)
         with (
             in_eval_mode(self.model_wrapped),
@@ -265,17 +275,18 @@ class RecipeTrainer(Trainer):
         state, stops = self.state, self.control.should_training_stop
         # A run that a bad row ends saves a checkpoint, from which it can be resumed.
         ends_by_bad_row = self.bad_rows.has_ended_run
+        # After the last step, the model itself is saved instead of a checkpoint.
         is_over = state.global_step >= state.max_steps or (stops and not ends_by_bad_row)
         if is_over:
             self.control.should_save = False
         saves_best = self.args.save_strategy == "best"
-        is_finite = not self.divergence.is_bad
+        is_finite = not self.divergence.is_nonfinite
         is_saved = is_over or (is_finite if saves_best else self.control.should_save)
         if self.args.load_best_model_at_end and not is_saved:
             return False
-        if not math.isfinite(metrics["eval_loss"]):  # never the best step
-            return ends_by_bad_row and not is_over
-        is_best = super()._determine_best_metric(metrics, trial)
+        is_best = False
+        if math.isfinite(metrics["eval_loss"]):
+            is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_saved:
             # With save_strategy: best, transformers 4.57 does not record best_global_step. No
             # release records step 0.
@@ -283,7 +294,7 @@ class RecipeTrainer(Trainer):
             state.best_global_step = step
             if not is_over:
                 state.best_model_checkpoint = str(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
-        return (is_best and is_finite or ends_by_bad_row) and not is_over
+        return not is_over and (ends_by_bad_row or (is_best and is_finite))
 
     def _load_best_model(self) -> None:
         # The last step has no checkpoint. If it is the best step, the model has its weights.
@@ -292,22 +303,22 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
-            # The logged mean becomes NaN if the loss of a step was NaN, in place of which
-            # self.divergence recorded 0.
+            # self.divergence has replaced nonfinite losses by 0. Their sum makes the mean NaN or
+            # infinite again.
             logs["loss"] += self.divergence.pop_nonfinite_loss()
         super().log(logs, *rest)
 
     def _require_finite_loss(self) -> None:
-        """Raise ``Diverged`` if the last batch has no finite loss with the final weights.
+        """Raise ``Diverged`` if the loss of the last batch is not finite with the final weights.
 
-        No training step has computed a loss with the weights of the last optimizer step.
+        The loss of the last training step was computed before its optimizer step.
         """
-        if self._last_step is None:
+        if self._last_call is None:
             return
-        model, inputs = self._last_step
-        # Stay in training mode: a process without an image then takes part in the same collectives
-        # as the others. Use eager mode: compiled layers would be recompiled for a call without
-        # gradients.
+        model, inputs = self._last_call
+        # Stay in training mode, in which a process without an image takes part in the same
+        # collectives as the others. Use eager mode, because compiled layers would be recompiled for
+        # a call without gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
             torch.no_grad(),
@@ -336,8 +347,8 @@ class RecipeTrainer(Trainer):
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         require_finite_weights(trained, "weights have become NaN or infinite")
         self._require_finite_loss()
-        config = self.inner.config
-        config.eos_token_id = self.stop_ids
+        config = self.glm4v.config
+        config.eos_token_id = self.eos_token_ids
         config.skip_logits = False
         try:
             with show_progress("saving the weights", enabled=self.is_world_process_zero()):
@@ -348,25 +359,25 @@ class RecipeTrainer(Trainer):
             return
         folder = Path(output_dir or cast(str, self.args.output_dir))
         if self.has_adapters:
-            custom_object_save(self.inner, folder)
+            custom_object_save(self.glm4v, folder)
         apply_umask(folder)
 
 
-class CheckpointSchedule(TrainerCallback):
+class CheckpointCallback(TrainerCallback):
     """Marks checkpoints as complete, deletes old ones, and evaluates after the last step.
 
-    A resumed run follows its own intervals instead of those in the checkpoint. All processes must
-    see one file system. The Trainer's own ``save_total_limit`` must stay unset: it deletes the old
-    checkpoint before the new one is complete.
+    A resumed run logs, saves and evaluates at its own intervals instead of those in the
+    checkpoint. All processes must see one file system. The Trainer's own ``save_total_limit`` must
+    stay unset: it deletes the old checkpoint before the new one is complete.
 
     Args:
         fingerprint: Settings and digests that a run must share to resume from these checkpoints.
-        keep: How many complete checkpoints to keep, or None for all. Incomplete ones, links, and
-            the one with the best evaluation are never deleted.
+        num_kept: How many of the newest complete checkpoints to keep, or None for all. Incomplete
+            checkpoints, links, and the checkpoint with the best evaluation are never deleted.
     """
 
-    def __init__(self, fingerprint: ResumeFingerprint, keep: int | None = None):
-        self.fingerprint, self.keep = fingerprint, keep
+    def __init__(self, fingerprint: ResumeFingerprint, num_kept: int | None = None):
+        self.fingerprint, self.num_kept = fingerprint, num_kept
 
     def on_train_begin(self, args, state, control, **kwargs):
         # The state of a checkpoint has the intervals and the folder of the run that wrote it.
@@ -376,7 +387,8 @@ class CheckpointSchedule(TrainerCallback):
             state.best_model_checkpoint = str(best)
             if find_checkpoint_problems(best, contents=False):
                 logger.warning(
-                    "%s, with the best evaluation, is incomplete: only later evaluations count",
+                    "%s, which has the best evaluation so far, is incomplete: only evaluations of "
+                    "this run count",
                     best,
                 )
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
@@ -391,7 +403,8 @@ class CheckpointSchedule(TrainerCallback):
             # step would make one step too many.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
-            # Otherwise the losses since the last entry would be lost at the end, or on resuming.
+            # Otherwise the losses since the last log entry would be missing from the history, at
+            # the end or in a resumed run.
             control.should_log = args.logging_strategy != "no"
         return control
 
@@ -401,5 +414,5 @@ class CheckpointSchedule(TrainerCallback):
             folder = Path(args.output_dir)
             saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             write_checkpoint_manifest(saved, self.fingerprint)
-            if self.keep is not None:
-                delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
+            if self.num_kept is not None:
+                delete_all_but_newest(folder, self.num_kept, state.best_model_checkpoint)

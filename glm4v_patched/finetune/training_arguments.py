@@ -1,4 +1,4 @@
-"""Fields of ``TrainingArguments`` for a job, and options of the training loop beside them.
+"""Fields of ``TrainingArguments`` for a job, and further options of the training loop.
 
 Imports no torch.
 """
@@ -14,7 +14,8 @@ from .job import Job
 
 # The Trainer's names for the engine's optimizers.
 TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
-# Fields of the section ``trainer`` that become LoopOptions, or the number of steps.
+# Fields of the section ``trainer`` that are not passed to TrainingArguments: three of LoopOptions,
+# and num_train_epochs, in place of which max_steps is passed.
 NOT_TRAINING_ARGUMENTS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
 NOT_TRAINING_ARGUMENTS |= {"num_train_epochs"}
 
@@ -24,11 +25,13 @@ class LoopOptions:
     """Options of the training loop that ``TrainingArguments`` has no field for.
 
     Args:
-        rates: Learning rate of each part of the model, or None for one rate.
-        max_nonfinite_steps: Number of NaN or infinite steps in a row that end the run.
+        rates: Learning rate of each part of the model; None if they all have the same.
+        max_nonfinite_steps: Number of steps in a row with a NaN or infinite loss or gradient norm
+            that end the run.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
-        patience, threshold: For EarlyStoppingCallback; without a patience, no early stopping.
+        patience, threshold: Arguments of transformers' EarlyStoppingCallback; no early stopping if
+            ``patience`` is None.
         worker_start: Start method of dataloader workers (:func:`data.workers.worker_start`).
     """
 
@@ -59,59 +62,61 @@ def training_arguments(
     job: Job,
     options: EngineOptions,
     steps: int,
-    steps_an_epoch: int,
+    steps_per_epoch: int,
     *,
     on_cpu: bool,
     evaluates: bool,
-    continues: bool,
+    resumes: bool,
     loading: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the fields of ``TrainingArguments`` for a job, as JSON values.
 
     Args:
         options: Decided options of the engine.
-        steps: Steps of the run.
-        steps_an_epoch: Steps of one pass over the rows.
+        steps: Optimizer steps of the run.
+        steps_per_epoch: Optimizer steps of one pass over the rows.
         evaluates: Whether there is data to evaluate on.
-        continues: Whether the run resumes from a checkpoint.
+        resumes: Whether the run resumes from a checkpoint.
         loading: Fields for the dataloader, from :func:`loader_options`.
     """
-    trainer_config = job.trainer
-    eval_every = trainer_config.eval_every(steps_an_epoch)
+    trainer_config, passthrough = job.trainer, job.trainer.passthrough_fields
+    eval_every = trainer_config.eval_every(steps_per_epoch)
     from_recipe = trainer_config.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
+    # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and a
+    # run that resumes from that checkpoint would lack the evaluation.
+    save_strategy = trainer_config.effective_save_strategy
+    if save_strategy == "epoch":
+        save_strategy = "steps"
     decided: dict[str, Any] = {
         "output_dir": str(job.out),
-        # A run of some epochs is given as steps, so that schedule, log and estimates agree.
+        # The length of a run in epochs is passed as steps, so that schedule, log and plan agree.
         "max_steps": steps,
         "per_device_eval_batch_size": trainer_config.eval_batch_size,
         "learning_rate": trainer_config.highest_rate,
         "warmup_steps": trainer_config.warmup(steps),
-        # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and
-        # a run that resumes from that checkpoint would lack the evaluation.
-        "save_strategy": "steps"
-        if trainer_config.effective_save_strategy == "epoch"
-        else trainer_config.effective_save_strategy,
-        "save_steps": trainer_config.save_every(steps_an_epoch),
+        "save_strategy": save_strategy,
+        "save_steps": trainer_config.save_every(steps_per_epoch),
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
-        "eval_delay": trainer_config.eval_delay(steps_an_epoch),
-        # A resumed run has this evaluation in its checkpoint.
-        "eval_on_start": bool(trainer_config.passthrough_fields.get("eval_on_start"))
-        and not continues,
+        "eval_delay": trainer_config.eval_delay(steps_per_epoch),
+        # The checkpoint of a resumed run already has the results of this evaluation.
+        "eval_on_start": bool(passthrough.get("eval_on_start")) and not resumes,
         "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,
-        "restore_callback_states_from_checkpoint": trainer_config.early_stopping_patience
-        is not None,
-        "logging_strategy": "no"
-        if trainer_config.passthrough_fields.get("logging_strategy") == "no"
-        else "steps",
-        "logging_steps": trainer_config.log_every(steps, steps_an_epoch),
-        "ignore_data_skip": job.data.is_streamed,  # a stream skips rows by itself
+        "restore_callback_states_from_checkpoint": (
+            trainer_config.early_stopping_patience is not None
+        ),
+        "logging_strategy": "no" if passthrough.get("logging_strategy") == "no" else "steps",
+        "logging_steps": trainer_config.log_every(steps, steps_per_epoch),
+        "ignore_data_skip": job.data.is_streamed,  # a stream itself skips the rows of earlier steps
     }
     return {**from_recipe, **engine_arguments(options, on_cpu), **decided, **loading}
 
 
 def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
-    """Return the fields that depend on the decided options of the engine; bench uses only these."""
+    """Return the fields of ``TrainingArguments`` that depend on the decided options of the engine.
+
+    The benchmark of training passes only these.
+    """
     return {
         "optim": TRAINER_OPTIMIZERS[options.optimizer],
         "bf16": options.precision == "bf16",
@@ -119,6 +124,7 @@ def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
         "deepspeed": deepspeed_config(options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        # The filter would log the mean of earlier losses for NaN, and wait for the GPU every step.
+        # The filter would log the mean of earlier losses in place of NaN, and wait for the GPU in
+        # every step.
         "logging_nan_inf_filter": False,
     }

@@ -32,9 +32,9 @@ from .divergence import Diverged, NoResult, json_number
 from .evaluation import EvalGenerations
 from .plan import Plan
 from .progress import Progress
-from .run_folder import SHEET, remove_weights
+from .run_folder import CONTACT_SHEET, remove_weights
 from .safe_unpickling import loading_safely
-from .trainer import CheckpointSchedule, RecipeTrainer
+from .trainer import CheckpointCallback, RecipeTrainer
 
 
 def train(plan: Plan) -> None:
@@ -42,16 +42,17 @@ def train(plan: Plan) -> None:
 
     Process 0 then writes ``training.json`` there: whether the training has finished, the history of
     loss and gradient norm, speed and memory, the number of processes, and digests of the base
-    model. In fp32 on a CPU, the losses and weights of a resumed run equal those of an uninterrupted
-    run bit for bit.
+    model's files. In fp32 on a CPU, the losses and weights of a resumed run equal those of an
+    uninterrupted run bit for bit.
 
     Raises:
         ValueError, RuntimeError: The conditions of the plan do not hold here
             (:meth:`Plan.require_same_conditions`), or the data has changed.
         Diverged: Loss, gradients or weights have become NaN or infinite; ``out`` has no model.
         BadRow: A row of a stream cannot be used; ``out`` has a checkpoint.
-        NoResult: No step was made, or fewer than planned without a reason; ``out`` has no model.
-            All processes raise this class and its subclasses ``Diverged`` and ``BadRow``.
+        NoResult: The run ended before its last step for an unknown reason, or all losses and
+            gradients were 0; ``out`` has no model. All processes raise this class and its
+            subclasses ``Diverged`` and ``BadRow``.
         SystemExit: The GPU of this process cannot be used (:func:`assembly.init_training`).
     """
     is_printed = os.environ.get("RANK", "0") == "0" and not plan.arguments.get("disable_tqdm")
@@ -65,6 +66,7 @@ def _train(plan: Plan, activity: Activity) -> None:
     error: NoResult | None = None
     trainer, progress = _make_trainer(plan, activity)
     try:
+        # Only DeepSpeed's checkpoints need this: transformers itself loads with weights_only.
         with loading_safely() if plan.options.zero_stage else nullcontext():
             checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -74,7 +76,7 @@ def _train(plan: Plan, activity: Activity) -> None:
             trainer.bad_rows.conclude(trainer.state.global_step)
         _require_result(plan, trainer.state)
         if plan.options.zero_stage == 0:
-            _round_trained(trainer.inner, PRECISION_DTYPES[plan.options.precision])
+            _round_trained(trainer.glm4v, PRECISION_DTYPES[plan.options.precision])
         trainer.save_model()
     except Diverged as diverged:
         error = Diverged(f"training diverged: {diverged}{_how_to_retry(plan)}")
@@ -94,7 +96,7 @@ def _train(plan: Plan, activity: Activity) -> None:
 
 
 def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progress]:
-    """Join the processes, and build the trainer with the model, rows and callbacks of the plan."""
+    """Join the process group, and build the trainer with the plan's model, rows and callbacks."""
     checked, processor = plan.checked_data(), load_processor(plan.base)
     require_fp8(plan.options, load_model_config(plan.base))
     arguments = init_training(plan.options, plan.arguments)
@@ -103,11 +105,11 @@ def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progre
         partial(build_model, plan.options, plan.base),
         arguments,
         plan.loop,
-        callbacks=[CheckpointSchedule(plan.fingerprint(checked), plan.loop.keep_checkpoints)],
+        callbacks=[CheckpointCallback(plan.fingerprint(checked), plan.loop.keep_checkpoints)],
         reuse_features=plan.reuse_features,
         processing_class=processor,
-        **_training_rows(plan, checked, processor, arguments),
-        **_eval_rows(plan, checked, processor),
+        **_training_data(plan, checked, processor, arguments),
+        **_eval_data(plan, checked, processor),
     )
     progress = Progress(
         plan.effective_batch * checked.batch_sequences().samples_per_sequence,
@@ -119,55 +121,56 @@ def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progre
     return trainer, progress
 
 
-def _training_rows(
+def _training_data(
     plan: Plan, checked: CheckedData, processor: Any, arguments: TrainingArguments
 ) -> dict[str, Any]:
     """Return the training data set (conversations, packs or a stream) and its collator."""
+    collator = ConversationCollator(processor, _stamps(checked))
     if plan.stream_buffer is not None:
+        batch_size = arguments.train_batch_size
+        shard = arguments.process_index, arguments.world_size
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        rows_per_step = batch_size * arguments.gradient_accumulation_steps  # of this process
+        num_done = plan.steps_done * rows_per_step
         stream = StreamDataset(
-            checked.sources,
-            arguments.train_batch_size,
-            (arguments.process_index, arguments.world_size),
-            arguments.seed if arguments.data_seed is None else arguments.data_seed,
-            plan.stream_buffer,
-            plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
+            checked.sources, batch_size, shard, seed, plan.stream_buffer, num_done
         )
-        collator = ConversationCollator(processor, _stamps(checked))
         max_positions = load_model_config(plan.base).seq_length
-        max_length = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamingCollator(collator, max_length, max_positions),
+            "data_collator": StreamingCollator(collator, plan.batch.sequence_length, max_positions),
         }
-    rows, packs = checked.conversations(), checked.batch_sequences().packs
+    conversations, packs = checked.conversations(), checked.batch_sequences().packs
     if packs is not None:
-        collator = PackingCollator(processor, _stamps(checked))
-        return {"train_dataset": PackedDataset(rows, packs), "data_collator": collator}
-    return {
-        "train_dataset": rows,
-        "data_collator": ConversationCollator(processor, _stamps(checked)),
-    }
+        return {
+            "train_dataset": PackedDataset(conversations, packs),
+            "data_collator": PackingCollator(processor, _stamps(checked)),
+        }
+    return {"train_dataset": conversations, "data_collator": collator}
 
 
-def _eval_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
+def _eval_data(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
     """Return the evaluation data set, its collator, and the generations, if there are any."""
     if checked.eval is None:
         return {}
-    num_answers, max_new_tokens = plan.answers
-    batch_size, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
-    max_positions = load_model_config(plan.base).seq_length
     eval_generations = EvalGenerations(
-        checked.eval, processor, sheet, num_answers, max_new_tokens, batch_size, max_positions
+        checked.eval,
+        processor,
+        sheet=plan.out / CONTACT_SHEET,
+        max_rows=plan.eval_answers,
+        max_new_tokens=plan.eval_max_new_tokens,
+        batch_size=plan.arguments["per_device_eval_batch_size"],
+        max_positions=load_model_config(plan.base).seq_length,
     )
     return {
         "eval_dataset": checked.eval.conversations(),
         "eval_collator": ConversationCollator(processor, _stamps(checked)),
-        "eval_generations": eval_generations if num_answers else None,
+        "eval_generations": eval_generations if plan.eval_answers else None,
     }
 
 
 def _stamps(checked: CheckedData) -> dict[str, FileStamp]:
-    """Return the file stamps of all images by path."""
+    """Return the stamp of each image file when it was checked, by path."""
     return checked.stamps | ({} if checked.eval is None else checked.eval.stamps)
 
 
@@ -176,8 +179,8 @@ def _require_result(plan: Plan, state: TrainerState) -> None:
     done, may_end_early = state.global_step, plan.loop.patience is not None
     if done == 0 or (done < plan.steps and not may_end_early):
         raise NoResult(
-            f"training ended after step {done:,} of {plan.steps:,} without a reason, and no model "
-            f"is saved; the plan was for {plan.num_rows:,} rows in batches of "
+            f"training ended after step {done:,} of {plan.steps:,} for an unknown reason, and no "
+            f"model is saved; the plan was for {plan.num_rows:,} rows in batches of "
             f"{plan.effective_batch:,}"
         )
     logged = [entry for entry in state.log_history if "loss" in entry]
@@ -206,16 +209,20 @@ def _report(
 ) -> dict[str, Any]:
     """Return the contents of ``training.json``."""
 
-    def entries(key: str, *names: str) -> list[dict[str, Any]]:
-        with_key = [entry for entry in trainer.state.log_history if key in entry]
-        return [{n: json_number(e[n]) for n in ("step", key, *names) if n in e} for e in with_key]
+    def logged(key: str, *names: str) -> list[dict[str, Any]]:
+        """Return the log entries that have ``key``: their step, ``key``, and values by name."""
+        return [
+            {name: json_number(entry[name]) for name in ("step", key, *names) if name in entry}
+            for entry in trainer.state.log_history
+            if key in entry
+        ]
 
     if "peak_allocated_gib" in measured:
-        measured = measured | {"predicted_gib": plan.needed / GIB}
+        measured = measured | {"predicted_gib": plan.needed_bytes / GIB}
     report: dict[str, Any] = {
         "finished": error is None,
         "error": None if error is None else str(error),
-        "history": entries("loss", "grad_norm"),
+        "history": logged("loss", "grad_norm"),
         "steps": {"asked": trainer.args.max_steps, "done": trainer.state.global_step},
         "world_size": trainer.args.world_size,
         "measured": measured,
@@ -223,7 +230,7 @@ def _report(
         "base": identify(replace(plan.base, adapters=None)),
         "length": plan.length,
     }
-    if evaluations := entries("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
+    if evaluations := logged("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
         report["evaluations"] = evaluations
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
@@ -239,14 +246,14 @@ def build_model(options: EngineOptions, base: ModelSource) -> nn.Module:
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
-    # By a relative path, the saved adapters would find their base only from the current folder.
+    # With a relative path, the saved adapters would find their base only from this folder.
     if adapters is not None and os.path.isdir(base.model):
         adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model
 
 
 def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the trained fp32 weights to the dtype in which the model is saved."""
+    """Convert the trained weights, which are fp32 without ZeRO, to the dtype of the saved model."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

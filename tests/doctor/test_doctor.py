@@ -283,7 +283,7 @@ def lose_image_size(folder: Path) -> None:
         (
             lose_image_size,
             "data",
-            "its processor makes 16 tokens of an image, and the model takes 4",
+            "its processor expands an image to 16 tokens, and the model takes 4",
         ),
     ],
 )

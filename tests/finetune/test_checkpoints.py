@@ -24,7 +24,7 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_checkpoint_manifest,
 )
-from glm4v_patched.finetune.trainer import CheckpointSchedule
+from glm4v_patched.finetune.trainer import CheckpointCallback
 
 FILES = {
     "config.json": b"{}",
@@ -145,12 +145,14 @@ def test_another_run_s_checkpoint_is_refused_with_what_differs(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
     require_same_run(checkpoint, SETTINGS, BASE)
     for now, base, message in (
-        (SETTINGS | {"processes": 4}, BASE, "- processes: 2 there, 4 now"),
-        (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a there, absent"),
-        (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent there, 8 now"),
-        (SETTINGS | {"trainer.new": None}, BASE, "trainer.new: absent there, None now"),
+        (SETTINGS | {"processes": 4}, BASE, "- processes: 2 then, 4 now"),
+        (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a then, absent"),
+        (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent then, 8 now"),
+        (SETTINGS | {"trainer.new": None}, BASE, "trainer.new: absent then, None now"),
     ):
-        with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*another folder"):
+        with pytest.raises(
+            ValueError, match=f"(?s)checkpoint-4 was saved .*{message}.*another folder"
+        ):
             require_same_run(checkpoint, now, base)
 
 
@@ -199,7 +201,7 @@ def test_a_manifest_that_lists_no_files_or_not_as_expected_is_damaged(tmp_path, 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:
     processes = SimpleNamespace(wait_for_everyone=wait)
-    CheckpointSchedule(ORIGIN, keep).on_save(
+    CheckpointCallback(ORIGIN, keep).on_save(
         SimpleNamespace(output_dir=str(folder), distributed_state=processes),
         TrainerState(global_step=step, is_world_process_zero=rank == 0, best_model_checkpoint=best),
         TrainerControl(),
@@ -233,9 +235,9 @@ def test_other_rows_are_refused_unless_they_are_accepted(tmp_path):
     assert data_changes(checkpoint, RowDigests(3, "a"), accept=False) == []
     for number in (3, 5):
         now = RowDigests(number, "b")
-        message = f"rows: 3 there, {number} now; their contents or their order differ"
+        message = f"rows: 3 then, {number} now; their contents or their order differ"
         assert data_changes(checkpoint, now, accept=True) == [message]
         with pytest.raises(
-            ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*--accept-changed"
+            ValueError, match=f"(?s)checkpoint-4 was saved .*{message}.*--accept-changed"
         ):
             data_changes(checkpoint, now, accept=False)

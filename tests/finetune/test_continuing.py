@@ -87,11 +87,13 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     report = train_here(longer, out / "checkpoint-2")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
     assert report["history"][:2] == history(trained.out)[:2]
-    with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
+    with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 then, 2\.0 now"):
         find_start_checkpoint(resolve_recipe(same), 1, True)
     shutil.rmtree(out)
     shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
-    with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
+    with pytest.raises(
+        ValueError, match="left no checkpoint.*start a new run with that folder as model"
+    ):
         start(longer, resume=True)
 
 
@@ -159,7 +161,7 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)has changed since the adapters .*safetensors: \w+"):
         start(more.override({"out": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
+    with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ then, \w+"):
         find_start_checkpoint(resolve_recipe(stopped), 1, True)
 
 
@@ -167,15 +169,15 @@ def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, no
     data = Path(stopped.data.train)
     one, other, *_ = sorted(data.parent.glob("images/*"))
     other.write_bytes(one.read_bytes())
-    with pytest.raises(ValueError, match=r"(?s)20 there, 20 now; .*--accept-changed-data"):
+    with pytest.raises(ValueError, match=r"(?s)20 then, 20 now; .*--accept-changed-data"):
         start(stopped, resume=True)
     start(stopped, resume=True, accept_changed_data=True)
     output = capfd.readouterr().out
-    assert "rows: 20 there, 20 now; their contents" in output
+    assert "rows: 20 then, 20 now; their contents" in output
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
     start(stopped, resume=True, accept_changed_data=True)
     output = capfd.readouterr().out
-    assert "20 there, 21 now; their contents" in output
+    assert "20 then, 21 now; their contents" in output
     assert "may come twice and others not at all" in output
 
 
@@ -220,6 +222,6 @@ def test_a_resumed_run_keeps_the_precision_of_its_checkpoint_on_another_cpu(
     assert plan.options.precision == plan.settings["engine.precision"] == "fp32"
     assert plan.precision_reason == "as in checkpoint-1"
     assert Plan.read(planned(by_cpu)).options.precision == "bf16"
-    with pytest.raises(ValueError, match="engine.precision: fp32 there, bf16 now"):
+    with pytest.raises(ValueError, match="engine.precision: fp32 then, bf16 now"):
         in_bf16 = by_cpu.override({"engine.precision": "bf16"})
         find_start_checkpoint(resolve_recipe(in_bf16), 1, True)

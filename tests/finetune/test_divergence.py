@@ -98,11 +98,11 @@ def test_no_checkpoint_is_saved_of_a_run_that_ends_diverged_nor_is_such_a_step_t
     for loss in (NAN, NAN):
         run.step(loss)
     control = run.step(1.0, saves=True)  # bad steps are read here, and the last one was not
-    assert control.should_training_stop and not control.should_save and not run.watch.is_bad
+    assert control.should_training_stop and not control.should_save and not run.watch.is_nonfinite
     run = Run(limit=2, logs=False)
-    for loss, is_bad in ((NAN, True), (1.0, False)):
+    for loss, is_nonfinite in ((NAN, True), (1.0, False)):
         run.step(loss, evaluates=True)
-        assert run.watch.is_bad is is_bad
+        assert run.watch.is_nonfinite is is_nonfinite
 
 
 def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(caplog):

@@ -112,7 +112,7 @@ def test_the_rows_that_are_answered_are_spread_over_all_that_fit():
         sample_labels=range(8),
     )
     sample = evaluation.EvalGenerations(checked, None, Path(), 3, TOKENS, 2, max_positions=10)
-    assert sample.rows == [1, 3, 6]
+    assert sample.row_labels == [1, 3, 6]
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(
@@ -287,7 +287,9 @@ def test_a_batch_of_weight_0_counts_neither_in_the_mean_loss_nor_in_its_tokens(m
         eval_collator=None,
         model_wrapped=torch.nn.Identity(),
         is_world_process_zero=lambda: False,
-        _loader=lambda *_, batch_sampler: [{"labels": labels, "row": n} for [n] in batch_sampler],
+        _make_loader=lambda *_, batch_sampler: [
+            {"labels": labels, "row": n} for [n] in batch_sampler
+        ],
         _sum_of_losses=lambda batch: torch.tensor(3.0 + 6 * batch["row"]),
     )
     assert RecipeTrainer._mean_loss(cast(Any, of_trainer), [0, 1]) == (12 / 6, 6)

@@ -77,7 +77,7 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
     start(mine)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
-    with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
+    with pytest.raises(ValueError, match=r"contains a finished training; .*\(--overwrite\)$"):
         start(mine)
     with pytest.raises(ValueError, match="plan.json"):
         start(mine.override({"data.train": f"{mine.out}/plan.json"}), overwrite=True)
@@ -141,7 +141,7 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
     # No data of a later run is looked at either, and no record of it made.
     run_recipe = mine.override({"data.train": mine.data.train + ".none"})
     for options in ({"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match="holds mine.safetensors, .*no run"):
+        with pytest.raises(ValueError, match="contains mine.safetensors, .*no run"):
             start(run_recipe, **options)
     assert foreign.read_bytes() == b"mine"
     foreign.unlink()

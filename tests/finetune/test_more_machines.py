@@ -37,8 +37,8 @@ def world(tmp_path, monkeypatch):
     def run(rank: int):
         try:
             if rank:
-                return machines._follow(rank, store)
-            return machines._lead(Namespace(**OPTIONS), Placement(3, True, 1), store)
+                return machines._run_other_process(rank, store)
+            return machines._run_process_0(Namespace(**OPTIONS), Placement(3, True, 1), store)
         except SystemExit as end:
             return end.code
         except Exception as error:
@@ -60,7 +60,7 @@ def world(tmp_path, monkeypatch):
         with ThreadPoolExecutor(3) as threads:
             return [*threads.map(run, range(3))], trained
 
-    monkeypatch.setattr(machines, "validate_recipe", lambda *_: (run_recipe, None))
+    monkeypatch.setattr(machines, "validate_recipe", lambda *_, **__: (run_recipe, None))
     monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
     monkeypatch.setattr(machines, "exit_process", sys.exit)
@@ -88,7 +88,7 @@ def test_none_begins_where_the_first_finds_a_fault(world, capsys):
 
 def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
     seen = iter(["what the first has written", None, "another file"])
-    monkeypatch.setattr(machines, "_text", lambda file: next(seen))
+    monkeypatch.setattr(machines, "_text_or_none", lambda file: next(seen))
     ended, trained = world()
     assert "out has to be on a disk that all machines see" in str(ended[0])
     assert ended[1:] == [1, 1] and trained == []
@@ -105,7 +105,7 @@ def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_proc
     (tmp_path / "r.json").write_text(json.dumps({"trained": "all"}))
     run_options = Namespace(**OPTIONS | {"recipe": tmp_path / "r.json"})
     with pytest.raises(ValueError, match='trained is "all"'):
-        machines._lead(run_options, Placement(2, True, 1), HashStore())
+        machines._run_process_0(run_options, Placement(2, True, 1), HashStore())
 
 
 def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.preflight import validate_recipe
 from glm4v_patched.finetune.recipe.file import RecipeError, set_nested
-from glm4v_patched.finetune.recipe.sections import check_values, fields
+from glm4v_patched.finetune.recipe.sections import check_values, declared_fields
 from glm4v_patched.finetune.recipe.trainer import installed_fields
-from glm4v_patched.finetune.recipe.types import annotated, expected
+from glm4v_patched.finetune.recipe.types import annotated_type, expected_in_words
 from tests.helpers.recipes import LEAST
 
 
@@ -102,7 +102,7 @@ def test_a_folder_of_images_is_no_place_for_a_run(recipe_file, tmp_path):
     for name in ("b.JPG", "a.png", "c.webp", "notes.txt"):
         (out / name).touch()
     [line] = problem_lines(recipe_file, f"out={out}")
-    assert "out is " in line and "holds images (a.png, b.JPG and 1 more), among which" in line
+    assert "out is " in line and "contains images (a.png, b.JPG and 1 more), and" in line
 
 
 def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus):
@@ -137,7 +137,8 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
     right = {"model": str(model_folder), "out": str(folder / "out")}
     right |= {"data.train": str(folder / "train.jsonl"), "trainer.save_steps": 2}
     right |= {f"trainer.{name}": value for name, value in LEAST["trainer"].items()}
-    names = [name for name, _ in fields()] + [f"trainer.{name}" for name in installed_fields()]
+    names = [name for name, _ in declared_fields()]
+    names += [f"trainer.{name}" for name in installed_fields()]
     has_gpus(2)
 
     @settings(max_examples=examples, derandomize=True, deadline=None)
@@ -246,7 +247,7 @@ def test_a_run_does_not_write_where_a_pattern_looks_for_rows(
     for sets in (f"data.train='{pattern}'", f"data.train=[{{path: '{laid_out}/{pattern}'}}]"):
         for out in refused:
             [line] = problem_lines(recipe_file, sets, f"out={out}")
-            assert line.startswith("out") and "looks for files" in line
+            assert line.startswith("out") and "may contain files that match" in line
         for out in right:
             assert problem_lines(recipe_file, sets, f"out={out}") == []
 
@@ -285,7 +286,7 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(recipe_file, laid_ou
 
 
 def test_every_field_of_files_or_folders_is_a_path():
-    words = {name: expected(annotated(field)) for name, field in fields()}
+    words = {name: expected_in_words(annotated_type(field)) for name, field in declared_fields()}
     paths = set()
     for name in words:
         faults = check_values(set_nested(LEAST, {name: "~nobody-of-this-name/a"})).problems

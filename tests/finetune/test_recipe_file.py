@@ -18,8 +18,8 @@ from glm4v_patched.finetune.recipe.sections import (
     Recipe,
     RecipeError,
     check_values,
+    declared_fields,
     describe_fields,
-    fields,
 )
 from glm4v_patched.finetune.recipe.trainer import installed_fields
 from tests.helpers.recipes import LEAST, recipe, write_recipe
@@ -143,14 +143,14 @@ def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
     assert first.startswith("command line: lora.rank is 0")
     assert second.startswith("r.yaml:6: trainer.max_steps is 0")
     [message] = problem_lines(tmp_path, RIGHT + "engine: 5\n", "r.yaml", "engine.compile=true")
-    assert message == "command line: engine.compile cannot be: engine is 5, and no section"
+    assert message == "command line: engine.compile cannot be set: engine is 5, not a section"
     [message] = problem_lines(tmp_path, RIGHT, "r.yaml", "engine={compile: true, compile: true}")
     assert message.startswith("command line: engine:1: compile is there twice")
 
 
 def test_every_field_has_a_line_in_the_help():
     help_text = describe_fields()
-    assert all(field.description and f"{name}: " in help_text for name, field in fields())
+    assert all(field.description and f"{name}: " in help_text for name, field in declared_fields())
     assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in help_text and "``" not in help_text
 
 
@@ -181,7 +181,7 @@ each_profile = pytest.mark.parametrize(
     ids=["few", "many"],
 )
 
-names = [name for name, _ in fields()] + [f"trainer.{name}" for name in installed_fields()]
+names = [name for name, _ in declared_fields()] + [f"trainer.{name}" for name in installed_fields()]
 parts = sorted({part for name in names for part in name.split(".")})
 keys = st.sampled_from(parts) | st.text(max_size=8)
 scalars = (
@@ -280,7 +280,7 @@ def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
         ("1e-4", "{tower: 1e-5，language_model: 1e-4}", "8: ， is full-width; write ,"),
         ("  max_steps", "\tmax_steps", "6: there is a tab; expected spaces"),
         ("max_steps: 100", "max_steps:\t100", "6: there is a tab; expected spaces"),
-        ("  max_steps", "\u3000max_steps", "6: the line begins with a blank that is no plain"),
+        ("  max_steps", "\u3000max_steps", "6: the line begins with whitespace other than"),
         ("  max_steps", " max_steps", "7: the line is indented by 2, and the one before by 1"),
         ("  per_device", "   per_device", "7: the line is indented by 3, and the one before by 2"),
         ("model: org/name", 'model: "org/name', "1: a quote is not closed"),

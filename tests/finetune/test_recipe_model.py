@@ -50,7 +50,9 @@ def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
     assert base_under(on_both, **fields) == ModelSource("org/name", "abc", on_both)
     # A revision beside adapters is that of their base on the Hub.
     assert base_under(on_both, **fields, revision="v2") == ModelSource("org/name", "v2", on_both)
-    with pytest.raises(ValueError, match="on tower and language model, and trained is 'lora_lm'"):
+    with pytest.raises(
+        ValueError, match="on the vision tower and the language model, and trained is 'lora_lm'"
+    ):
         base_under(on_both)
 
 

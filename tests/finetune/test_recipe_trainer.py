@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
 from glm4v_patched.finetune.recipe.other_names import trainer_field_refusal
-from glm4v_patched.finetune.recipe.sections import RecipeError, fields
+from glm4v_patched.finetune.recipe.sections import RecipeError, declared_fields
 from glm4v_patched.finetune.recipe.trainer import TrainerFields, installed_fields, is_longer
 from tests.helpers.recipes import recipe
 
@@ -91,7 +91,7 @@ def test_what_is_done_at_the_end_of_an_epoch_is_done_by_steps():
 
 
 def test_every_number_has_its_range():
-    kinds = {name: field.annotation for name, field in fields()}
+    kinds = {name: field.annotation for name, field in declared_fields()}
     kinds |= {f"trainer.{name}": kind for name, kind in installed_fields().items()}
     numbers = [name for name, kind in kinds.items() if is_number(kind)]
     assert len(numbers) > 30

@@ -9,8 +9,12 @@ import pytest
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import validate_recipe
 from glm4v_patched.finetune.recipe.file import RecipeError, set_nested
-from glm4v_patched.finetune.recipe.other_names import FIELDS_HERE, OTHER_VALUES, REFUSED_FIELDS
-from glm4v_patched.finetune.recipe.sections import check_values, fields
+from glm4v_patched.finetune.recipe.other_names import (
+    OTHER_VALUES,
+    RECIPE_EQUIVALENTS,
+    REFUSED_FIELDS,
+)
+from glm4v_patched.finetune.recipe.sections import check_values, declared_fields
 from tests.helpers.recipes import LEAST
 
 # What is laid over a recipe that can be run, a recipe a line. All faults come in one answer; rules
@@ -102,8 +106,8 @@ def problems_of(changes: dict) -> str:
 
 
 def test_each_cure_is_a_key_that_a_recipe_takes_or_says_why_none_is_needed():
-    known = dict(fields())
-    for name, suggestion in FIELDS_HERE.items():
+    known = dict(declared_fields())
+    for name, suggestion in RECIPE_EQUIVALENTS.items():
         line = f"{name} is not a field of a recipe; did you mean {suggestion}?"
         assert problems_of({name: 1}) == line
         key = re.match(r"[a-z_.]+|--", suggestion).group()

@@ -20,7 +20,7 @@ from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.schedule import learning_rates
-from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
+from glm4v_patched.finetune.trainer import CheckpointCallback, RecipeTrainer
 from tests.helpers.recipes import arguments_of, train_here
 
 # About five of the 20 rows are held out, so an epoch has four steps.
@@ -105,7 +105,7 @@ def killed_and_resumed(
 ) -> tuple[dict[str, Any], list[int]]:
     """Resume from each checkpoint; returns what the undisturbed run recorded, and their steps."""
     copies: dict[int, Path] = {}
-    on_save = CheckpointSchedule.on_save
+    on_save = CheckpointCallback.on_save
 
     def copy(self, args, state, control, **kwargs):
         on_save(self, args, state, control, **kwargs)
@@ -113,7 +113,7 @@ def killed_and_resumed(
         shutil.copytree(args.output_dir, copies[state.global_step])
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointSchedule, "on_save", copy)
+        patch.setattr(CheckpointCallback, "on_save", copy)
         whole = record(run_recipe)
     for step, out in copies.items():
         resumed = record(run_recipe.override({"out": str(out)}), out / f"checkpoint-{step}")
@@ -158,7 +158,7 @@ def test_the_best_and_what_is_left_of_patience_are_not_lost(
     shutil.rmtree(Path(again.out, "checkpoint-2"))
     best = record(again, Path(again.out, "checkpoint-4"))["best"]
     assert best == (0.5, 8, "checkpoint-6")  # of the last step there is none
-    assert "checkpoint-2, with the best evaluation, is incomplete" in caplog.text
+    assert "checkpoint-2, which has the best evaluation so far, is incomplete" in caplog.text
 
 
 def test_the_start_may_stay_the_best_and_is_what_is_saved_then(make_recipe, record, losses):

@@ -61,7 +61,7 @@ def test_what_no_run_wrote_is_never_replaced(tmp_path, names):
     out = files(tmp_path / "out", *names, "notes.txt")
     before = contents(out)
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"holds .*another folder \(out\)") as error:
+        with pytest.raises(ValueError, match=r"contains .*another folder \(out\)") as error:
             usable(out, overwrite=overwrite)
         assert not re.search(r"--overwrite\)|--resume\)", str(error.value))
     assert contents(out) == before

@@ -41,7 +41,7 @@ def test_rows_that_make_no_whole_batch_for_each_process_are_refused(
     if not is_refused:
         require_batches(resolve_recipe(run_recipe), rows, processes)
         return
-    kind = r"packed rows \(data.pack_to\)" if "data.pack_to" in changes else "rows"
+    kind = r"packed sequences \(data.pack_to\)" if "data.pack_to" in changes else "rows"
     message = f"there are {rows} {kind}: .* for each of {processes} .* takes {4 * processes}, "
     with pytest.raises(ValueError, match=message):
         require_batches(resolve_recipe(run_recipe), rows, processes)
@@ -85,11 +85,11 @@ BEST_BY_STEPS = {"load_best_model_at_end": True, "save_steps": 20, "eval_steps":
 )
 def test_what_needs_evaluations_is_refused_where_the_first_comes_after_the_end(needs):
     evaluations(20, 20, **needs)
-    with pytest.raises(ValueError, match=r"^trainer\..* the run has 19 steps, .* at step 20; "):
+    with pytest.raises(ValueError, match=r"^trainer\..* at step 20, and the run has 19 steps; "):
         evaluations(19, 20, **needs)
     delay = {"eval_delay": 1.5 if "eval_steps" not in needs else 25}
     evaluations(40, 20, **needs, **delay)
-    with pytest.raises(ValueError, match=r"^trainer\..* the run has 39 steps, .* at step 40; "):
+    with pytest.raises(ValueError, match=r"^trainer\..* at step 40, and the run has 39 steps; "):
         evaluations(39, 20, **needs, **delay)
 
 
@@ -99,7 +99,7 @@ def test_rows_that_are_only_evaluated_at_the_end_are_and_never_is_refused():
     evaluations(10, 20, eval_strategy="no", eval_on_start=True)
     with pytest.raises(ValueError, match="eval_delay is 2, which is 40 steps, and the run has 10"):
         evaluations(10, 20, eval_delay=2)
-    with pytest.raises(ValueError, match=r"of data\.eval, held_out\.jsonl, 0 rows are left"):
+    with pytest.raises(ValueError, match=r"data\.eval, held_out\.jsonl, has no row"):
         evaluations(10, 20, rows=0)
 
 
@@ -116,7 +116,7 @@ def ended(run_recipe) -> dict:
 def test_a_training_that_ends_without_a_step_or_a_reason_is_no_result(mine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RecipeTrainer, "train", Mock())
-        assert "ended after step 0 of 10 without a reason" in ended(mine)["error"]
+        assert "ended after step 0 of 10 for an unknown reason" in ended(mine)["error"]
         monkeypatch.setattr(worker, "train", Mock(side_effect=NoResult("no step")))
         assert process.run(planned(mine)) == 1
     monkeypatch.undo()
@@ -127,4 +127,4 @@ def test_a_training_that_ends_without_a_step_or_a_reason_is_no_result(mine, monk
         return at_end(self, args, state, control, **kwargs)
 
     monkeypatch.setattr(Progress, "on_step_end", stop)
-    assert "ended after step 1 of 10 without a reason" in ended(mine)["error"]
+    assert "ended after step 1 of 10 for an unknown reason" in ended(mine)["error"]

@@ -77,7 +77,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_a_checkpoint_to_continue(st
     assert not report["finished"] and place in report["error"]
     skips = stream_recipe.override({"data.on_bad": "skip"})
     checkpoint = find_start_checkpoint(resolve_recipe(skips), 1, True)
-    assert f"{checkpoint.name} has the training until then" in report["error"]
+    assert f"the training so far is in {checkpoint.name}" in report["error"]
     assert train_here(skips, checkpoint)["steps"]["done"] == 6
 
 

@@ -20,8 +20,8 @@ from glm4v_patched.finetune.plan import Plan, check_data, digest_data, make_plan
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import LOCK, locked, start_record
 from glm4v_patched.finetune.summary import (
+    describe_engine,
     describe_memory,
-    describe_policies,
     find_warnings,
     show_sample,
 )
@@ -63,7 +63,7 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
             planning, "free_bytes_per_gpu", lambda number, free=free: [free] * number
         )
         plan = make_plan(resolve_recipe(recipe), Placement(1), checked)
-        assert plan.free == free >= plan.needed
+        assert plan.free_bytes == free >= plan.needed_bytes
         policies.append(plan.options.language)
     assert policies[0] != policies[1]
     monkeypatch.setattr(
@@ -71,16 +71,22 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
     )
     for local, least in ((2, 75), (1, 140)):  # on two machines, the second GPU is of no process
         placement = Placement(2, local_processes=local)
-        assert make_plan(resolve_recipe(recipe), placement, checked).free == least * GIB
+        assert make_plan(resolve_recipe(recipe), placement, checked).free_bytes == least * GIB
     limited = recipe.override({"engine.memory_limit": 75.0})
-    assert make_plan(resolve_recipe(limited), Placement(1), checked).free < 80 * GIB
+    assert make_plan(resolve_recipe(limited), Placement(1), checked).free_bytes < 80 * GIB
     # Memory outside of torch is not free.
-    assert "may not suffice" not in describe_memory(replace(plan, needed=free - NON_TORCH_BYTES))
-    assert "may not suffice" in describe_memory(replace(plan, needed=free - NON_TORCH_BYTES + GIB))
+    assert "may not suffice" not in describe_memory(
+        replace(plan, needed_bytes=free - NON_TORCH_BYTES)
+    )
+    assert "may not suffice" in describe_memory(
+        replace(plan, needed_bytes=free - NON_TORCH_BYTES + GIB)
+    )
 
 
 def test_memory_outside_of_torch_is_left_out_of_what_is_shown_as_free():
-    plan = SimpleNamespace(free=20 * GIB + NON_TORCH_BYTES, needed=5 * GIB, is_tight=False)
+    plan = SimpleNamespace(
+        free_bytes=20 * GIB + NON_TORCH_BYTES, needed_bytes=5 * GIB, is_tight=False
+    )
     assert describe_memory(plan) == "5.0 GiB on each GPU, of 20.0 GiB that are free"
 
 
@@ -106,7 +112,7 @@ def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
         main(run)
         outputs.append(" ".join(capsys.readouterr().out.split()))
     plan = Plan.read(Path(mine.out, "plan.json"))
-    assert all(describe_policies(plan) in text for text in outputs)
+    assert all(describe_engine(plan) in text for text in outputs)
     prepare = Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(worker, "prepare_model", prepare)
     with pytest.raises(ZeroDivisionError):
@@ -124,9 +130,9 @@ def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(mine, monkey
     with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
         other.require_same_conditions()
     monkeypatch.setattr(planning, "min_free_gpu_memory", lambda limit: 40 * GIB)
-    replace(plan, free=41 * GIB).require_same_conditions()
+    replace(plan, free_bytes=41 * GIB).require_same_conditions()
     with words.refused(RuntimeError, "78.0 GiB", "40.0 GiB"):
-        replace(plan, free=78 * GIB).require_same_conditions()
+        replace(plan, free_bytes=78 * GIB).require_same_conditions()
 
 
 @pytest.fixture

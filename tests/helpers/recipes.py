@@ -112,7 +112,7 @@ def arguments_of(run_recipe: Recipe, steps: int = 10) -> dict[str, Any]:
         steps,
         on_cpu=True,
         evaluates=run_recipe.data.eval is not None,
-        continues=False,
+        resumes=False,
         loading={},
     )
 

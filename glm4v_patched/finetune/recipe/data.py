@@ -23,15 +23,16 @@ EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 BoxFormat = Literal[BOX_FORMATS]  # type: ignore[valid-type]
 FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
 SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
-# Number of rows of a stream that are checked before training: by default; and with ``check: none``,
-# where a few rows are still read to learn how long rows are.
-DEFAULT_CHECKED_ROWS, MIN_CHECKED_ROWS = 1000, 20
+# Number of rows of a stream that are checked before training if ``check`` is null.
+DEFAULT_CHECKED_ROWS = 1000
+# With ``check: none``, a few rows are still read, because the memory is planned for their length.
+ROWS_READ_WITHOUT_CHECK = 20
 
 
 CheckExtent = Annotated[
     str,
     Field(pattern="^(all|none|first [1-9][0-9]{0,8})$"),
-    Expected("all, none or first N, N > 0"),
+    Expected("all, none, first N with N > 0"),
 ]
 
 
@@ -40,21 +41,21 @@ class Data(Section):
 
     train: Annotated[PathText | list[Any], Expected(SETS_IN_WORDS), MAY_CHANGE]
     """Conversations to train on: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, WebDataset's tar),
-    a pattern (rows/*.jsonl), a folder (of these, of images, of LLaMA-Factory's) or an id of the
-    Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight is how often each row
-    comes in an epoch. Each set may have its own format, columns, image_folder, ignore, allow_urls
-    and max_samples; data sets that the library datasets reads also split, subset and revision."""
+    a pattern (rows/*.jsonl), a folder (of such files or of images) or an id of the Hub; or a list
+    of these and of {path: FILE, weight: 2.0}, where weight is how often an epoch contains each row.
+    Each set may have its own format, columns, image_folder, ignore, allow_urls and max_samples.
+    Data sets that the library datasets reads may also have split, subset and revision."""
     eval: Annotated[
         PathText | list[Any] | EvalFraction | None,
-        Expected(f"{SETS_IN_WORDS}, a share of the rows as 0.05 or null"),
+        Expected(f"{SETS_IN_WORDS}, a share of the rows such as 0.05 or null"),
         MAY_CHANGE,
     ] = None
-    """Conversations to evaluate on, given like those to train on; or a share of the training rows
-    to hold out, chosen by their digests: always the same rows, and duplicates together."""
+    """Conversations to evaluate on, in the same forms as data.train; or the share of the training
+    rows to hold out. Digests of the rows decide which are held out: always the same ones, and
+    duplicates together."""
     eval_answers: Annotated[AtLeastZero, MAY_CHANGE] = 8
-    """How many rows of data.eval the model also answers at each evaluation: the share of exact
-    matches is logged, and the images with their answers are drawn to answers.png in out; 0 for
-    none."""
+    """Number of rows of data.eval that the model also answers at each evaluation; 0 for none. The
+    share of exact matches is logged, and answers.png in out shows the images with their answers."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
     """Maximum number of tokens of an answer to a row of data.eval."""
     format: Annotated[FormatName, MAY_CHANGE] = "auto"
@@ -64,42 +65,42 @@ class Data(Section):
         Expected("{question: COLUMN, answer: COLUMN, image: COLUMN}"),
         MAY_CHANGE,
     ] = None
-    """For rows of no known format: which columns are question, answer, image, system, turns (a
-    list) and history, as {question: "Question: {question}", answer: answer, image: image}."""
+    """For rows of another format: which columns are question, answer, image, system, turns (a list)
+    and history, such as {question: "Question: {question}", answer: answer, image: image}."""
     max_samples: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Maximum number of rows of each set to read, from the first on; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
     """Folder to which image paths are relative; null: the folder of the file with the rows."""
     image_root: Annotated[Text | None, MAY_CHANGE] = None
-    """Beginning of the rows' image paths that image_folder replaces, for images that were moved:
-    /old/images, C:\\old\\images."""
+    """For images that were moved: the beginning of the rows' image paths, such as /old/images or
+    C:\\old\\images, in place of which image_folder is used."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
     """Keys of rows, or columns, to leave out."""
     boxes: Annotated[BoxFormat | None, MAY_CHANGE] = None
-    """Unit and order of the numbers of boxes in the rows, which become thousandths of the image's
-    width and height (docs/grounding.md); null: texts stay as they are."""
+    """Unit and order of a box's numbers in the rows. They are converted to thousandths of the
+    image's width and height (docs/grounding.md). null: texts stay as they are."""
     allow_urls: Annotated[bool, MAY_CHANGE] = False
     """Download images that rows name by http:// or https://, once; they stay in the cache."""
     pack_to: AtLeastOne | None = None
-    """Pack conversations into sequences of at most so many tokens; no conversation may be longer.
+    """Pack conversations into sequences of at most this many tokens; no conversation may be longer.
     The batch size then counts packed sequences."""
     check: CheckExtent | None = None
     """Which rows of each set are read and decoded before the first step: all, none or first N; the
     others are checked while training. null: all, or "first 1000" of a stream."""
     stream: bool | None = None
-    """Read the rows while training, not all of them before it: the first step comes at once,
-    however many rows there are. The run's length is then trainer.max_steps, and a set's weight is
-    how often it is sampled, relative to the others. null: stream if not all rows are checked."""
+    """Read the rows while training instead of before it, so that the first step does not wait for
+    them. The run's length is then trainer.max_steps, and a set's weight is how often it is sampled,
+    relative to the others. null: stream if data.check is none or first N."""
     shuffle_buffer: AtLeastOne = 1000
     """For a stream: the number of rows that each process reads ahead, of all sets together. The
     next row is picked at random from them."""
     on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
-    """What to do about rows that cannot be used: fail with a list of them, or skip them. A stream
-    fails with a checkpoint, and with the file and line of the row."""
+    """What to do about rows that cannot be used: fail with a list of them, or skip them. The run of
+    a stream fails at such a row: it saves a checkpoint, and reports the row's file and line."""
     reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
-    """Run each image through the vision tower, which must be frozen, only once, and cache its
-    features: in the folder named, or, if true, in the memory of each process, up to 16 GiB. Memory
-    helps a single process only, because several processes get other images in each epoch."""
+    """Run each image through the vision tower only once, and cache its features; the tower must be
+    frozen. A folder: cache them there. true: cache up to 16 GiB in the memory of each process,
+    which only helps a single process, because each of several gets other images in each epoch."""
 
     @property
     def is_streamed(self) -> bool:
@@ -116,8 +117,9 @@ class Data(Section):
         """Return how many rows of each training set are checked before training; None for all."""
         if not self.is_streamed:
             return None
-        word = self.check or f"first {DEFAULT_CHECKED_ROWS}"
-        return MIN_CHECKED_ROWS if word == "none" else int(word.split()[1])
+        if self.check is None:
+            return DEFAULT_CHECKED_ROWS
+        return ROWS_READ_WITHOUT_CHECK if self.check == "none" else int(self.check.split()[1])
 
     def sources(self) -> tuple[DataSource, ...]:
         """Return the sets of ``train``."""
@@ -140,5 +142,5 @@ class Data(Section):
 
     def _common_fields(self) -> dict[str, Any]:
         """Return the fields of this section that are the defaults of each set."""
-        names = ("format", "image_folder", "image_root", "ignore", "allow_urls", "columns", "boxes")
-        return {name: getattr(self, name) for name in (*names, "max_samples")}
+        names = "format columns ignore boxes image_folder image_root allow_urls max_samples"
+        return {name: getattr(self, name) for name in names.split()}

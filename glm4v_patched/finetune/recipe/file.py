@@ -1,4 +1,4 @@
-"""Read a YAML or JSON file as values with the line of each key, and report problems by line.
+"""Read a recipe's values from a YAML or JSON file, and report problems with file and line.
 
 The parser is PyYAML with the rules of :class:`_Yaml12Loader`. ruamel.yaml would need such rules,
 too: it reads 010 as 10 and 2024-01-01 as a date, drops tags silently, and stops at the first
@@ -30,7 +30,7 @@ class RecipeProblem(NamedTuple):
     """A problem with a recipe.
 
     Args:
-        name: Dotted name of the field, or the option (such as ``--device``), that is to blame;
+        name: Dotted name of the field, or the option (such as ``--device``), that has the problem;
             empty if there is none.
         text: The message, without file and line.
     """
@@ -57,9 +57,9 @@ class RecipeError(ValueError):
     """A recipe cannot be used; the message has a line for each problem.
 
     Attributes:
-        names: Dotted names of the fields that are to blame.
-        recipe_and_placement: The recipe and the placement of its processes, or None for what could
-            not be resolved.
+        names: Names of the fields and options that have the problems.
+        recipe_and_placement: The recipe, or None if it is invalid; and the placement of its
+            processes, or None if they cannot be placed.
     """
 
     recipe_and_placement: tuple[Any, Any] = None, None
@@ -71,11 +71,11 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a recipe's file, in which values of the command line replace some.
+    """The values of a recipe's file, some of which the command line may have replaced.
 
     Args:
-        lines: Line of each key by its dotted name.
-        overridden: Dotted names that the command line set.
+        lines: Line number of each key in the file, by dotted name.
+        overridden: Dotted names of the values from the command line.
     """
 
     path: Path
@@ -86,25 +86,32 @@ class Document:
     def error(self, problems: Sequence[RecipeProblem]) -> RecipeError:
         """Return the error that lists problems with file and line, in the order of the lines."""
         ordered = sorted(problems, key=lambda problem: self.lines.get(problem.name, 0))
-        lines = [self._location(problem.name) + problem.text for problem in ordered]
-        return RecipeError(lines, [problem.name for problem in problems])
+        messages = [self._location(problem.name) + problem.text for problem in ordered]
+        return RecipeError(messages, [problem.name for problem in problems])
 
     def _location(self, name: str) -> str:
-        """Return ``FILE:LINE: `` of a dotted name, or of the section if the file lacks the name; or
-        ``command line: ``."""
+        """Return where a value is, as the beginning of a message.
+
+        This is ``command line: ``, ``FILE:LINE: `` of the field or else of its section, or
+        ``FILE: `` if the file has neither.
+        """
+        file = printable(str(self.path))
         names = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
-        line = next((self.lines[outer] for outer in names if outer in self.lines), None)
-        is_option = name.startswith("--")
-        is_option = is_option or any(o.startswith(f"{name}.") for o in self.overridden)
-        if (line is None and is_option) or not self.overridden.isdisjoint(names):
+        if not self.overridden.isdisjoint(names):
             return "command line: "
-        return f"{printable(str(self.path))}:{'' if line is None else f'{line}:'} "
+        for outer in names:
+            if outer in self.lines:
+                return f"{file}:{self.lines[outer]}: "
+        # An option, or a section that has only fields of the command line.
+        if name.startswith("--") or any(field.startswith(f"{name}.") for field in self.overridden):
+            return "command line: "
+        return f"{file}: "
 
     def override(self, assignments: Sequence[str]) -> "Document":
         """Return the document in which assignments such as ``engine.compile=true`` replace values.
 
         Raises:
-            RecipeError: An assignment lacks its ``=``, its value is no YAML, or a name is assigned
+            RecipeError: An assignment has no ``=``, its value is not YAML, or a name is assigned
                 twice.
         """
         values: dict[str, Any] = {}
@@ -114,8 +121,8 @@ class Document:
             if not equals or not all(name.split(".")):
                 raise RecipeError(
                     [
-                        f"command line: {short_json(text)} is no assignment; expected field=value, "
-                        "as in engine.compile=true"
+                        f"command line: {short_json(text)} is not an assignment; expected "
+                        "field=value, as in engine.compile=true"
                     ]
                 )
             if name in values:
@@ -128,7 +135,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a file as YAML with the scalars of YAML 1.2; JSON is read as YAML.
+    """Read a file as YAML 1.2, of which JSON is a subset.
 
     Raises:
         RecipeError: The file is missing or cannot be read; the message has the line.
@@ -148,7 +155,7 @@ def read_document(path: Path) -> Document:
 def as_yaml(text: str) -> str:
     """Convert JSON to YAML: escape the characters that YAML refuses or takes for line ends.
 
-    Tabs become spaces; in JSON they are only between values, never inside of a string.
+    Tabs become spaces: JSON has them only between values, never inside of a string.
     """
     return NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " "))
 
@@ -170,8 +177,8 @@ def set_nested(values: dict, changes: Mapping[str, Any]) -> dict:
             if not isinstance(inner, dict):
                 raise RecipeError(
                     [
-                        f"command line: {short_name(name)} cannot be: {short_name(section)} is "
-                        f"{short_json(inner)}, and no section"
+                        f"command line: {short_name(name)} cannot be set: {short_name(section)} is "
+                        f"{short_json(inner)}, not a section"
                     ]
                 )
             target[section] = target = dict(inner)
@@ -246,12 +253,13 @@ def _read_yaml(text: str, location: str) -> tuple[Any, dict[str, int]]:
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """Safe YAML without aliases and tags, with the scalars of YAML 1.2.
+    """Loader of safe YAML without aliases and tags, with the scalars of YAML 1.2.
 
     YAML 1.1, which PyYAML reads by default, takes ``1e-4`` for text, ``010`` for 8, ``1:30`` for
     90, ``2024-01-01`` for a date, and ``no``, a valid strategy, for false.
     """
 
+    # Only null is read as in YAML 1.1. The resolvers of bool, int and float are added below.
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0].endswith(":null")]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -260,9 +268,9 @@ class _Yaml12Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
-            raise _marked(f"*{event.anchor} is an alias; write the value itself", event)
+            raise _error_at(f"*{event.anchor} is an alias; write the value itself", event)
         if getattr(event, "tag", None) is not None:
-            raise _marked(f"{event.tag} is a tag, which recipes do not have", event)
+            raise _error_at(f"{event.tag} is a tag, which recipes do not have", event)
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node):
@@ -274,7 +282,7 @@ class _Yaml12Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except ValueError as error:  # a number of thousands of digits
-            raise _marked(str(error), node) from None
+            raise _error_at(str(error), node) from None
 
 
 _Yaml12Loader.add_implicit_resolver(
@@ -293,8 +301,8 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 
-def _marked(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
-    """Return an error at the start of an event or a node."""
+def _error_at(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    """Return a YAML error whose mark is the start of an event or a node."""
     mark: Any = source.start_mark  # the type stubs separate yaml's marks from those of its C parser
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
@@ -307,11 +315,11 @@ def _add_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise _marked("a key is not text", key)
+                raise _error_at("a key is not text", key)
             name, line = prefix + key.value, key.start_mark.line + 1
             if name in lines:
                 first = lines[name]
                 message = f"{short_name(name)} is there twice, in lines {first} and {line}"
-                raise _marked(message, key)
+                raise _error_at(message, key)
             lines[name] = line
             _add_lines(value, f"{name}.", lines)

@@ -6,8 +6,9 @@ The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``Train
 _BATCH_SIZE = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
-# For each key of a recipe, alone or with its value: other programs' names for it.
-_FIELDS_HERE = {
+# Other programs' names (right) for a key of a recipe or an option of the command line (left), which
+# messages suggest, with a value or a note.
+_RECIPE_EQUIVALENTS = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
     "--resume or --resume-from": "resume_from_checkpoint",
@@ -32,11 +33,11 @@ _FIELDS_HERE = {
     "data.eval": "eval_dataset val_dataset validation_file",
     "data.eval: 0.05, a share of the rows": "val_size test_size split_dataset_ratio",
     "data.image_folder": "media_dir image_dir",
-    "data.pack_to: 8192, the positions of a packed row": "packing pack",
+    "data.pack_to: 8192, the maximum tokens of a packed sequence": "packing pack",
     "trained: lora_lm (the language model) or lora_all (the vision tower, too)": "finetuning_type "
     "train_type tuner_type sft_type use_peft",
     "trained: qlora": "load_in_4bit quantization_bit quant_bits",
-    "trained, whose lm, lora_lm and qlora leave the vision tower as it is": "freeze_vision_tower "
+    "trained: lm, lora_lm or qlora, which freeze the vision tower": "freeze_vision_tower "
     "freeze_vit freeze_multi_modal_projector freeze_aligner finetune_vision_layers",
     "lora.rank": "lora_r lora_rank r",
     "lora.alpha": "lora_alpha",
@@ -54,20 +55,21 @@ _FIELDS_HERE = {
     "trainer.report_to: wandb": "use_wandb",
     "trainer.report_to: swanlab": "use_swanlab",
 }
-# For each reason of a refusal: the refused names. Names that begin with one are refused, too.
+# Names of other programs' fields that are refused (right), by the reason (left). Such a name with a
+# suffix is refused, too: hub refuses hub_token.
 _REFUSED = {
-    "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
-    "processes and their group are the launcher's: --processes": "ddp local_rank "
+    "DeepSpeed shards the weights: engine.zero_stage": "fsdp",
+    "the launcher starts the processes: --processes": "ddp local_rank "
     "parallelism_config accelerator_config mp_parameters",
-    "there is no TPU here": "tpu",
-    "there is no hyperparameter search here": "ray",
-    "a model is published by python -m hub_upload, after training": "push_to_hub hub",
-    "the data's columns are the recipe's: data": "remove_unused_columns label_names",
+    "TPUs are not supported": "tpu",
+    "hyperparameter search is not supported": "ray",
+    "python -m hub_upload publishes a model after training": "push_to_hub hub",
+    "the section data names the columns": "remove_unused_columns label_names",
     "it needs the logits of all positions, which are never built here": "label_smoothing_factor",
     "its kernels are not for this model's layers: engine.compile fuses them": "use_liger_kernel "
     "liger_kernel",
     "no answers are generated in a training step": "use_cache",
-    "it is for models that pass a state from step to step": "past_index",
+    "it is for models with a state that lasts from batch to batch": "past_index",
     "it is for other models": "jit_mode_eval",
     "NaN and infinite losses are always logged: max_nonfinite_steps": "logging_nan_inf_filter",
     "weights are always saved as safetensors": "save_safetensors",
@@ -75,7 +77,7 @@ _REFUSED = {
     "trainer.save_steps": "save_only_model",
     "all processes see one file system": "save_on_each_node",
     "SIGTERM ends the training, and --resume continues it": "enable_jit_checkpoint",
-    "a resumed run goes on with the rows that it has not seen": "ignore_data_skip",
+    "a resumed run always continues with the rows that it has not seen": "ignore_data_skip",
     "a resumed run always restores them": "restore_callback_states_from_checkpoint",
     "the loss is computed without logits, so there are no predictions to collect": ""
     "prediction_loss_only include_inputs_for_metrics include_for_metrics batch_eval_metrics "
@@ -84,22 +86,23 @@ _REFUSED = {
     "rows are never cut; data.on_bad: skip leaves out those that are too long": "cutoff_len "
     "max_length max_seq_length max_seq_len model_max_length truncation_strategy",
     "the model has its own chat template": "template chat_template",
-    "there is one model here": "model_type",
+    "glm-4v is the only model": "model_type",
     "supervised fine-tuning on data.train is the only stage": "stage",
     "all images have the model's size": "image_max_pixels max_pixels",
     "attention is torch's, which chooses the fastest kernel": "flash_attn attn_impl "
     "attn_implementation",
-    "this package's code runs, never a folder's": "trust_remote_code",
-    "rows are checked on all processors": "preprocessing_num_workers dataset_num_proc",
+    "the code of this package runs, never that in the model's folder": "trust_remote_code",
+    "rows are checked on all CPU cores": "preprocessing_num_workers dataset_num_proc",
     "loss.png is always drawn": "plot_loss",
 }
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
+    """Return the text on the left of a table for each name on its right."""
     return {name: text for text, names in table.items() for name in names.split()}
 
 
-FIELDS_HERE, REFUSED_FIELDS = _by_name(_FIELDS_HERE), _by_name(_REFUSED)
+RECIPE_EQUIVALENTS, REFUSED_FIELDS = _by_name(_RECIPE_EQUIVALENTS), _by_name(_REFUSED)
 _ATTENTION = dict.fromkeys(["q_proj", "k_proj", "v_proj", "qkv_proj"], "query_key_value")
 OTHER_VALUES = {
     "trained": {
@@ -119,7 +122,8 @@ OTHER_VALUES = {
         "all": "all-linear",
     },
 }
-"""For each field: the value to write, by another program's value or another model's layer."""
+"""For each field, the value to write in place of another program's value or a layer's name in other
+models."""
 
 
 def trainer_field_refusal(name: str) -> str | None:
@@ -129,8 +133,8 @@ def trainer_field_refusal(name: str) -> str | None:
     """
     if name == "ddp_timeout":  # accepted, unlike the other fields that begin with "ddp"
         return None
-    if name in FIELDS_HERE:
-        return f"trainer.{name} is set by the recipe; expected {FIELDS_HERE[name]}"
+    if name in RECIPE_EQUIVALENTS:
+        return f"trainer.{name} is set by the recipe; expected {RECIPE_EQUIVALENTS[name]}"
     reason = _refusal_reason(name)
     return reason and f"trainer.{name} cannot be set: {reason}"
 
@@ -141,8 +145,8 @@ def _refusal_reason(name: str) -> str | None:
 
 
 def field_suggestion(name: str) -> str | None:
-    """Return what to write in place of another program's key; None for an unknown key."""
-    if name in FIELDS_HERE:
-        return f"did you mean {FIELDS_HERE[name]}?"
+    """Return what to write in place of another program's field; None for an unknown name."""
+    if name in RECIPE_EQUIVALENTS:
+        return f"did you mean {RECIPE_EQUIVALENTS[name]}?"
     reason = _refusal_reason(name)
     return reason and f"it is not needed: {reason}"

@@ -25,11 +25,11 @@ from .trainer import SCHEDULES_BY_METRIC
 LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
-def conflicts(known: Mapping[str, Any]) -> list[RecipeProblem]:
+def conflicts(values: Mapping[str, Any]) -> list[RecipeProblem]:
     """Return the problems of valid values that contradict each other.
 
     Args:
-        known: Values by dotted names. Fields with invalid values are missing.
+        values: Values by dotted names. Fields with invalid values are missing.
     """
     rules = (
         _engine_conflicts,
@@ -39,16 +39,16 @@ def conflicts(known: Mapping[str, Any]) -> list[RecipeProblem]:
         _strategy_conflicts,
         _evaluation_conflicts,
     )
-    return [problem for rule in rules for problem in rule(known)]
+    return [problem for rule in rules for problem in rule(values)]
 
 
-def _is_null(known: Mapping[str, Any], *names: str) -> bool:
-    """Return whether the values of all these fields are known and null."""
-    return all(name in known and known[name] is None for name in names)
+def _is_null(values: Mapping[str, Any], *names: str) -> bool:
+    """Return whether all these fields are null; a field with an invalid value is not."""
+    return all(name in values and values[name] is None for name in names)
 
 
-def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    get, trained = known.get, known.get("trained", "full")
+def _engine_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    get, trained = values.get, values.get("trained", "full")
     stage, fp8, is_qlora = get("engine.zero_stage"), get("engine.fp8"), trained == "qlora"
     offload, has_dora = get("engine.offload") is True, is_lora(trained) and get("lora.use_dora")
     if offload and stage == 0:
@@ -67,7 +67,7 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         yield RecipeProblem(
             "engine.zero_hpz_partition_size",
             f"engine.zero_hpz_partition_size with engine.zero_stage {stage}: only stage 3 shards "
-            "weights; expected engine.zero_stage 3, or no such field",
+            "weights; expected engine.zero_stage 3, or engine.zero_hpz_partition_size 1",
         )
     if is_qlora and stage in (1, 2, 3):
         yield RecipeProblem(
@@ -99,9 +99,9 @@ def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             yield RecipeProblem("engine.fp8", message)
 
 
-def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    trained, targets = known.get("trained"), known.get("lora.targets")
-    revision, model = known.get("revision"), known.get("model")
+def _model_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    trained, targets = values.get("trained"), values.get("lora.targets")
+    revision, model = values.get("revision"), values.get("model")
     # If model is a folder of adapters, the revision is that of their base model.
     if (
         revision is not None
@@ -109,11 +109,11 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         and os.path.isdir(model)
         and not os.path.isfile(os.path.join(model, "adapter_config.json"))
     ):
-        text = f'revision is "{revision}", and {model} is a folder, without one; expected null'
+        text = f'revision is "{revision}", and {model} is a folder, which has none; expected null'
         yield RecipeProblem("revision", text)
     if trained is None:
         return
-    if known.get("data.reuse_features") and trains_vision(trained):
+    if values.get("data.reuse_features") and trains_vision(trained):
         yield RecipeProblem(
             "data.reuse_features",
             f"data.reuse_features with trained {trained}, which trains the vision tower or its "
@@ -131,7 +131,7 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             f"lora.targets is {[*targets]}, with layers of the vision tower, and trained is "
             f"{trained}; expected lora_all",
         )
-    rates, expected = known.get("trainer.learning_rate"), parts_with_learning_rates(trained)
+    rates, expected = values.get("trainer.learning_rate"), parts_with_learning_rates(trained)
     if isinstance(rates, dict) and rates.keys() != expected:
         yield RecipeProblem(
             "trainer.learning_rate",
@@ -141,74 +141,81 @@ def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         )
 
 
-def _data_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    columns, format_name = known.get("data.columns"), known.get("data.format")
+def _data_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    columns, format_name = values.get("data.columns"), values.get("data.format")
     if columns is not None:
         problem = find_columns_problem(columns)
         if problem is None and format_name not in (None, "auto"):
             problem = f"is set, and data.format {format_name} names the columns, too; set one only"
         if problem:
             yield RecipeProblem("data.columns", f"data.columns {problem}")
+    problems: list[RecipeProblem] = []
     for name in ("data.train", "data.eval"):
-        sets = known.get(name)
-        problems: list[RecipeProblem] = []
+        sets = values.get(name)
+        if sets is None or isinstance(sets, float):  # a share of the training rows
+            continue
         with collect_problems(problems, name, f"{name}: "):
-            if sets is not None and not isinstance(sets, float):  # a share of the training rows
-                make_sources(sets, {})
-        yield from problems
-        eval_sets = sets if isinstance(sets, list) and name == "data.eval" and not problems else []
-        for number, fields in enumerate(eval_sets, 1):
-            if isinstance(fields, dict) and "weight" in fields:
-                yield RecipeProblem(
-                    name,
-                    f"data.eval: set {number} of {len(eval_sets)} has a weight, and each of its "
-                    "rows is evaluated once; expected none",
-                )
+            make_sources(sets, {})
+            if name == "data.eval" and isinstance(sets, list):
+                problems += _eval_weight_problems(sets)
+    yield from problems
 
 
-def _stream_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    stream, extent = known.get("data.stream"), known.get("data.check")
-    checks_part = extent not in (None, "all")
-    if (stream is False and checks_part) or (stream and extent == "all"):
+def _eval_weight_problems(sets: list[Any]) -> Iterator[RecipeProblem]:
+    """Yield a problem for each set of ``data.eval`` that has a weight."""
+    for number, data_set in enumerate(sets, 1):
+        if isinstance(data_set, dict) and "weight" in data_set:
+            yield RecipeProblem(
+                "data.eval",
+                f"data.eval: set {number} of {len(sets)} has a weight, and each of its rows is "
+                "evaluated once; expected none",
+            )
+
+
+def _stream_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    stream, extent = values.get("data.stream"), values.get("data.check")
+    checks_only_some = extent not in (None, "all")
+    if (stream is False and checks_only_some) or (stream and extent == "all"):
         yield RecipeProblem(
             "data.stream",
             f"data.stream is {str(stream).lower()}, and data.check is {extent}: rows are streamed "
             "if, and only if, data.check is not all; leave out one of the two",
         )
-    if not (stream or checks_part):
+    if not (stream or checks_only_some):
         return
-    eval_sets, eval_strategy = known.get("data.eval"), known.get("trainer.eval_strategy")
+    eval_sets, eval_strategy = values.get("data.eval"), values.get("trainer.eval_strategy")
     evaluates_each_epoch = eval_strategy == "epoch" or (
-        eval_sets is not None and _is_null(known, "trainer.eval_strategy", "trainer.eval_steps")
+        eval_sets is not None and _is_null(values, "trainer.eval_strategy", "trainer.eval_steps")
     )
     epoch_end = "end of an epoch; expected trainer."
-    unknown = [
-        (_is_null(known, "trainer.max_steps"), "number of rows; expected trainer.max_steps"),
-        (known.get("data.pack_to") is not None, "lengths of rows; expected no data.pack_to"),
+    # Whether the recipe needs something that a stream does not know, and what that is.
+    unknowns = [
+        (_is_null(values, "trainer.max_steps"), "number of rows; expected trainer.max_steps"),
+        (values.get("data.pack_to") is not None, "lengths of rows; expected no data.pack_to"),
         (
             isinstance(eval_sets, float),
             "set of rows that a share could hold out; expected a file as data.eval",
         ),
-        (known.get("trainer.save_strategy") == "epoch", f"{epoch_end}save_steps"),
+        (values.get("trainer.save_strategy") == "epoch", f"{epoch_end}save_steps"),
         (evaluates_each_epoch, f"{epoch_end}eval_steps"),
-        (known.get("trainer.logging_strategy") == "epoch", f"{epoch_end}logging_steps"),
+        (values.get("trainer.logging_strategy") == "epoch", f"{epoch_end}logging_steps"),
     ]
-    for is_needed, text in unknown:
+    for is_needed, text in unknowns:
         if is_needed:
             message = f"a stream (data.stream, data.check) has no known {text}"
             yield RecipeProblem("data.stream", message)
 
 
-def _strategy_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+def _strategy_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     """Yield problems of loggers, data loading, and the strategies to save and evaluate."""
-    loggers = known.get("trainer.report_to", [])
+    loggers = values.get("trainer.report_to", [])
     for name in [loggers] if isinstance(loggers, str) else loggers:
         module = LOGGER_MODULES.get(name, name)
         if name not in ("none", "all") and importlib.util.find_spec(module) is None:
             text = f"trainer.report_to {name} needs {name}: {pip_install(module)}"
             yield RecipeProblem("trainer.report_to", text)
-    factor = known.get("trainer.dataloader_prefetch_factor")
-    if factor is not None and known.get("trainer.dataloader_num_workers") == 0:
+    factor = values.get("trainer.dataloader_prefetch_factor")
+    if factor is not None and values.get("trainer.dataloader_num_workers") == 0:
         yield RecipeProblem(
             "trainer.dataloader_prefetch_factor",
             f"trainer.dataloader_prefetch_factor is {factor} and trainer.dataloader_num_workers is "
@@ -216,17 +223,17 @@ def _strategy_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         )
     for action in ("save", "eval"):
         name = f"trainer.{action}_strategy"
-        strategy, steps = known.get(name), known.get(f"trainer.{action}_steps")
-        if strategy == "steps" and _is_null(known, f"trainer.{action}_steps"):
+        strategy, steps = values.get(name), values.get(f"trainer.{action}_steps")
+        if strategy == "steps" and _is_null(values, f"trainer.{action}_steps"):
             yield RecipeProblem(name, f"{name} is steps; expected trainer.{action}_steps, too")
         if strategy not in (None, "steps") and steps is not None:
             message = f"{name} is {strategy} and trainer.{action}_steps is {steps}"
             yield RecipeProblem(name, f"{message}; expected only one of the two")
 
 
-def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    """Yield problems of fields that need evaluations, or checkpoints at the same steps."""
-    get = known.get
+def _evaluation_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    """Yield problems of fields that need evaluations, or checkpoints at the evaluated steps."""
+    get = values.get
     strategy, steps = get("trainer.eval_strategy"), get("trainer.eval_steps")
     loads_best, save_strategy = get("trainer.load_best_model_at_end"), get("trainer.save_strategy")
     schedule = get("trainer.lr_scheduler_type")
@@ -240,7 +247,7 @@ def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         "trainer.eval_on_start": get("trainer.eval_on_start"),
     }
     names = [name for name, is_set in needs_evaluation.items() if is_set]
-    if names and _is_null(known, "data.eval"):
+    if names and _is_null(values, "data.eval"):
         text = f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
         yield RecipeProblem("data.eval", text)
     elif names and strategy == "no" and names != ["trainer.eval_on_start"]:
@@ -255,16 +262,17 @@ def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         )
     # TrainingArguments checks this, too, but only after torch is loaded.
     save_steps = get("trainer.save_steps")
-    saves_at = save_strategy or ("no" if save_steps is None else "steps")
-    evaluates_at = strategy or ("epoch" if steps is None else "steps")
+    save_strategy = save_strategy or ("no" if save_steps is None else "steps")
+    strategy = strategy or ("epoch" if steps is None else "steps")
     compared = ("save_strategy", "save_steps", "eval_strategy", "eval_steps")
-    are_known = all(f"trainer.{name}" in known for name in compared)
-    differ = saves_at != "best" and (saves_at, save_steps) != (evaluates_at, steps)
-    if are_known and loads_best and differ:
+    are_valid = all(f"trainer.{name}" in values for name in compared)
+    differ = save_strategy != "best" and (save_strategy, save_steps) != (strategy, steps)
+    if are_valid and loads_best and differ:
+        save_interval = "" if save_strategy != "steps" else f" (every {save_steps})"
+        eval_interval = "" if steps is None else f" (every {steps})"
         yield RecipeProblem(
             "trainer.load_best_model_at_end",
-            "trainer.load_best_model_at_end: save_strategy is "
-            f"{saves_at}{f' (every {save_steps})' if saves_at == 'steps' else ''}, and "
-            f"eval_strategy is {evaluates_at}{'' if steps is None else f' (every {steps})'}; "
-            "expected the same, or trainer.save_strategy to be best",
+            f"trainer.load_best_model_at_end: save_strategy is {save_strategy}{save_interval}, and "
+            f"eval_strategy is {strategy}{eval_interval}; expected the same, or "
+            "trainer.save_strategy to be best",
         )

@@ -48,8 +48,8 @@ from .types import (
     PathText,
     Section,
     Text,
-    annotated,
-    expected,
+    annotated_type,
+    expected_in_words,
 )
 
 # Minimum similarity (difflib's ratio) of a word and the choice that is suggested for it.
@@ -57,24 +57,24 @@ MIN_SIMILARITY = 0.7
 
 
 def _join_parts(value: Any) -> Any:
-    """Normalize ``trained``: a list of parts becomes "tower+projector", or a mode such as "lm"."""
+    """Normalize ``trained``: [projector, tower] becomes "tower+projector", a full list "full"."""
     if isinstance(value, list):
         if not value or not all(isinstance(part, str) for part in value):
-            raise ValueError("no list of parts")
+            raise ValueError("not a list of parts")
         value = "+".join(value)
     if not isinstance(value, str):
         return value
     check_trained(value)
     if value in TRAINED_CHOICES:
         return value
-    ordered = "+".join(part for part in MODEL_PARTS if part in value.split("+"))
-    return {"+".join(MODEL_PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
+    joined = "+".join(part for part in MODEL_PARTS if part in value.split("+"))
+    return {"+".join(MODEL_PARTS): "full", "language_model": "lm"}.get(joined, joined)
 
 
 class Recipe(Section):
     """A recipe: what to train, on which data, and how."""
 
-    # A resumed run may have other paths in model and data.train, because contents are compared.
+    # A resumed run may have other paths in model and data.train: their contents are compared.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
@@ -88,7 +88,7 @@ class Recipe(Section):
     ] = "full"
     """full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
-    parts of the model, as [projector, language_model]."""
+    parts of the model, such as [projector, language_model]."""
     lora: LoraOptions = LoraOptions()
     engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
@@ -97,9 +97,9 @@ class Recipe(Section):
     """Prefixes of the names of weights that the model's folder lacks on purpose: these weights are
     randomly initialized. Every other weight must be there."""
     max_nonfinite_steps: Annotated[AtLeastOne, MAY_CHANGE] = 3
-    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. A
-    single one may come from its batch, and newer DeepSpeed skips its update; once weights are NaN,
-    every later step is not finite."""
+    """End the run after this many steps in a row whose loss or gradient norm is NaN or infinite. A
+    single such step may be caused by its batch, and newer DeepSpeed skips its update. Once weights
+    are NaN, so is the loss of every later step."""
 
     @classmethod
     def from_values(cls, values: Any) -> "Recipe":
@@ -114,7 +114,7 @@ class Recipe(Section):
         return checked.recipe
 
     def override(self, values: Mapping[str, Any]) -> "Recipe":
-        """Return this recipe with other values of fields, given by dotted names.
+        """Return a copy of this recipe in which values, given by dotted names, are replaced.
 
         Raises:
             RecipeError: A field is unknown, or a value is invalid.
@@ -134,7 +134,7 @@ class Recipe(Section):
         """Read a recipe from a file.
 
         Args:
-            overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
+            overrides: Assignments such as ``engine.compile=true`` that override the file.
 
         Raises:
             RecipeError: Has a line for each problem, which begins with file and line, or with
@@ -147,26 +147,26 @@ class Recipe(Section):
         return checked.recipe
 
 
-# Fields of the engine that may differ when a run is resumed. Under ZeRO-3 without compiled or fp8
-# layers, a change between "linear", "selective" or "attention" and the other policies (tower,
-# language) changes the rounding.
+# Fields of the engine that may differ when a run is resumed. One change is not exact: under ZeRO-3
+# without compiled or fp8 layers, the policies (tower, language) "linear", "selective" and
+# "attention" round otherwise than the other policies.
 ENGINE_MAY_CHANGE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
-class Checked(NamedTuple):
+class CheckedValues(NamedTuple):
     """Result of :func:`check_values`.
 
     Args:
         recipe: None if there are problems.
-        known: The valid values by dotted names, defaults included.
+        valid: The valid values by dotted names, defaults included.
     """
 
     recipe: Recipe | None
     problems: list[RecipeProblem]
-    known: dict[str, Any]
+    valid: dict[str, Any]
 
 
-def check_values(values: Any) -> Checked:
+def check_values(values: Any) -> CheckedValues:
     """Check nested values, and return the recipe or all problems.
 
     Each field is checked by itself, so that one problem does not hide another.
@@ -174,34 +174,34 @@ def check_values(values: Any) -> Checked:
     if not isinstance(values, Mapping):
         content = "is empty" if values is None else f"is {short_json(values)}"
         text = f"the recipe {content}; expected sections and fields, as in model: FOLDER"
-        return Checked(None, [RecipeProblem("", text)], {})
+        return CheckedValues(None, [RecipeProblem("", text)], {})
     by_path = dict(_by_path(values))
     problems: list[RecipeProblem] = []
-    known = {}
-    for name, field in fields():
-        section, path = (name.partition(".")[0],), tuple(name.split("."))
-        if path in by_path or (section in by_path and section != path):
-            continue
+    valid = {}
+    for name, field in declared_fields():
+        path = tuple(name.split("."))
+        if path in by_path or path[:1] in by_path:
+            continue  # the field, or a value in place of its section, is checked below
         if field.is_required():
-            text = f"{name} is missing; expected {expected(annotated(field))}"
+            text = f"{name} is missing; expected {expected_in_words(annotated_type(field))}"
             problems.append(RecipeProblem(name, text))
         else:
-            known[name] = field.default
+            valid[name] = field.default
     for path, value in by_path.items():
         name = ".".join(path)
         if (annotation := _type_of(path)) is None:
             problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
-        elif value is not None or path in DECLARED:
+        elif value is not None or path in DECLARED_FIELDS:
             # A null for an undeclared field is left out: TrainingArguments has its own default.
             try:
-                known[name] = _adapter(path).validate_python(value)
+                valid[name] = _type_adapter(path).validate_python(value)
             except ValidationError as error:
                 text = _describe_invalid(name, value, annotation, error)
                 problems.append(RecipeProblem(name, text))
-    problems += conflicts(known)
+    problems += conflicts(valid)
     if problems:
-        return Checked(None, problems, known)
-    return Checked(Recipe.model_validate(set_nested({}, known)), [], known)
+        return CheckedValues(None, problems, valid)
+    return CheckedValues(Recipe.model_validate(set_nested({}, valid)), [], valid)
 
 
 def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -216,17 +216,17 @@ def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]
 @functools.cache
 def _type_of(path: tuple[str, ...]) -> Any:
     """Return the type of a field with its metadata, or None if there is no such field."""
-    if path in DECLARED:
-        return annotated(DECLARED[path])
+    if path in DECLARED_FIELDS:
+        return annotated_type(DECLARED_FIELDS[path])
     if len(path) == 2 and path[0] == "trainer" and trainer_field_refusal(path[1]) is None:
         annotation = installed_fields().get(path[1])
-        return annotation and annotation | None
+        return None if annotation is None else annotation | None
     return None
 
 
 @functools.cache
-def _adapter(path: tuple[str, ...]) -> TypeAdapter:
-    # Each field of the sections engine and lora says itself how strict it is.
+def _type_adapter(path: tuple[str, ...]) -> TypeAdapter:
+    # Each field of the sections engine and lora has its own ``strict``.
     strict = path[0] not in ("engine", "lora")
     return TypeAdapter(_type_of(path), config=ConfigDict(strict=strict))
 
@@ -253,7 +253,7 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
 """The fields of each section, by name."""
 
 
-def fields() -> Iterator[tuple[str, FieldInfo]]:
+def declared_fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yield every declared field with its dotted name."""
     for name, field in Recipe.model_fields.items():
         if name in SECTIONS:
@@ -262,12 +262,13 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
             yield name, field
 
 
-DECLARED = {tuple(name.split(".")): field for name, field in fields()}
+DECLARED_FIELDS = {tuple(name.split(".")): field for name, field in declared_fields()}
+"""The declared fields by path, such as ``("engine", "compile")``."""
 
 
-def may_change() -> frozenset[str]:
+def changeable_fields() -> frozenset[str]:
     """Return the dotted names of the fields that may differ when a run is resumed."""
-    declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
+    declared = {name for name, field in declared_fields() if MAY_CHANGE in field.metadata}
     return frozenset(
         declared | ENGINE_MAY_CHANGE | {f"trainer.{name}" for name in UNDECLARED_MAY_CHANGE}
     )
@@ -276,23 +277,23 @@ def may_change() -> frozenset[str]:
 def describe_fields() -> str:
     """Return a paragraph for each declared field: its values, its default, and its meaning."""
     lines = []
-    for name, field in fields():
-        word = field.default if isinstance(field.default, str) else short_json(field.default)
-        default = "required" if field.is_required() else f"default {word}"
-        lines.append(f"{name}: {expected(annotated(field))} ({default})")
+    for name, field in declared_fields():
+        default = field.default if isinstance(field.default, str) else short_json(field.default)
+        note = "required" if field.is_required() else f"default {default}"
+        lines.append(f"{name}: {expected_in_words(annotated_type(field))} ({note})")
         text = " ".join((field.description or "").split())
         lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
-    # These fields are not listed, because importing transformers takes seconds.
+    # The other fields are not listed, because importing transformers takes seconds.
     lines.append("trainer: any other field of transformers' TrainingArguments, too; see there")
     return "\n".join(lines)
 
 
 def _describe_invalid(name: str, value: Any, annotation: Any, error: ValidationError) -> str:
-    """Return the message for an invalid value, with the nearest valid ones."""
+    """Return the message for an invalid value, with similar valid values."""
     causes = [detail.get("ctx", {}).get("error") for detail in error.errors(include_url=False)]
     if paths := [cause for cause in causes if isinstance(cause, PathError)]:
         return f"{name}: {paths[0]}"
-    words = expected(annotation)
+    words = expected_in_words(annotation)
     return f"{name} is {short_json(value)}; expected {words}{_suggest(name, value, annotation)}"
 
 
@@ -302,7 +303,11 @@ def _suggest(name: str, value: Any, annotation: Any) -> str:
         return "; a space is missing after a colon"
     texts = value if isinstance(value, list | dict) else [value]
     words = [word for text in texts if isinstance(text, str) for word in text.split("+")]
-    choices = [*_literals(annotation), *re.split(", | or |: |a list of ", expected(annotation))]
+    # The description of a type in words contains its choices, too.
+    choices = [
+        *_literals(annotation),
+        *re.split(", | or |: |a list of ", expected_in_words(annotation)),
+    ]
     suggestions: dict[str, None] = {}
     for word in words[:MAX_PROBLEMS]:
         if word not in choices:
@@ -320,11 +325,11 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
-    """Return the message for a key that is no field.
+    """Return the message for a key that is not a field.
 
     Args:
-        num_before: Number of earlier problems. From :data:`MAX_PROBLEMS` on, similar names are not
-            searched, because a search takes a millisecond.
+        num_before: Number of earlier problems. After :data:`MAX_PROBLEMS`, which is how many are
+            printed, no similar name is searched, because a search takes a millisecond.
     """
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"
@@ -335,20 +340,21 @@ def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
     message = f"{name} is not a field of a recipe"
     if num_before >= MAX_PROBLEMS:
         return message
-    names = [name for name, _ in fields()]
+    names = [declared for declared, _ in declared_fields()]
     if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key with a dot; expected the key {field} under {section}:"
     section = path[0] if len(path) > 1 else ""
     siblings = SECTIONS.get(section, Recipe.model_fields)
-    full_names = {known.rpartition(".")[2]: known for known in names}
+    full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
     if section == "trainer":
-        full_names |= {known: f"trainer.{known}" for known in installed_fields()}
-    full_names |= {inner: f"{section}.{inner}".strip(".") for inner in siblings}
+        full_names |= {field: f"trainer.{field}" for field in installed_fields()}
+    # Of several fields with the same last name, the one in the key's own section is suggested.
+    full_names |= {field: f"{section}.{field}".strip(".") for field in siblings}
     if path[-1] not in full_names and (suggestion := field_suggestion(path[-1])):
         return f"{message}; {suggestion}"
     if close := difflib.get_close_matches(path[-1], full_names, 1):
         return f"{message}; did you mean {full_names[close[0]]}?"
     if section == "trainer":
-        return f"{message}, nor of the installed TrainingArguments: glm4v-patched train --help"
+        return f"{message}, nor of the installed TrainingArguments; see glm4v-patched train --help"
     return f"{message}; expected one of {', '.join(siblings)}"

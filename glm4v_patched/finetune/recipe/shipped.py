@@ -7,11 +7,11 @@ from pathlib import Path
 from .file import RecipeError, short_json
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"  # to be edited by users
+REQUIRED_FIELDS = "data:\n  train: my.jsonl\nout: trained"  # examples, for users to edit
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the recipes, such as ``lora_1x80gb``: LoRA on one GPU of 80 GB."""
+    """Return the names of the recipes, such as ``lora_1x80gb`` (LoRA on one GPU of 80 GB)."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -19,6 +19,7 @@ def describe_shipped() -> str:
     """Return a line for each shipped recipe: its name, and its purpose."""
     lines = []
     for name in shipped_names():
+        # A recipe begins with a comment: its purpose, and the command that runs it.
         comment = itertools.takewhile(lambda line: line.startswith("# "), _recipe_lines(name))
         purpose = " ".join(line[2:] for line in comment).partition(" Run it with:")[0]
         lines.append(f"{name:<22}{purpose}")
@@ -35,8 +36,8 @@ def shipped_text(name: str) -> str:
     return "\n".join(
         [
             *_recipe_lines(name),
-            "# Yours: the rows, and the folder for what is trained.",
-            REMAINING_FIELDS,
+            "# Fill in the training data, and the folder for the trained weights.",
+            REQUIRED_FIELDS,
         ]
     )
 
@@ -54,8 +55,10 @@ def find_recipe(path: Path) -> Path:
             f"{short_json(str(path))} is a folder; expected a recipe, such as a run's recipe.json"
         )
         raise RecipeError([text])
-    is_file = path.exists() and not path.is_dir()
-    return path if is_file or path.suffix or path.parent != Path() else _shipped_path(path.name)
+    is_bare_name = not path.suffix and path.parent == Path()
+    if is_bare_name and (path.is_dir() or not path.exists()):
+        return _shipped_path(path.name)
+    return path
 
 
 def _recipe_lines(name: str) -> list[str]:
@@ -66,11 +69,11 @@ def _shipped_path(name: str) -> Path:
     names = shipped_names()
     if name in names:
         return FOLDER / f"{name}.yaml"
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    similar = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {similar[0]}?" if similar else ""
     raise RecipeError(
         [
-            f"{short_json(name)} is no file, and no recipe that ships{hint}",
+            f"{short_json(name)} is neither a file nor a recipe that ships{hint}",
             f"recipes that ship: {', '.join(names)}",
         ]
     )

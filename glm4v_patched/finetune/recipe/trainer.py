@@ -2,8 +2,8 @@
 
 The fields that most recipes need are declared here, with our defaults. Fields that have
 another place in a recipe are refused (:mod:`other_names`). All other fields of the installed
-``TrainingArguments`` are accepted with the types of its dataclass. Only for a recipe with such a
-field are transformers and torch imported, which takes seconds.
+``TrainingArguments`` are accepted with the types of its dataclass. Transformers and torch, whose
+imports take seconds, are imported only for a recipe with such a field.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class TrainerFields(Section):
         Positive | dict[Literal["tower", "projector", "language_model"], Positive],
         Expected("a number above 0, or one for each part"),
     ]
-    """The highest learning rate of the schedule. Parts of the model may have their own, as
+    """The highest learning rate of the schedule. Parts of the model may have their own, such as
     {tower: 1e-6, language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
@@ -99,32 +99,32 @@ class TrainerFields(Section):
     seed: Seed = 0
     """Seed of the order of rows, and of newly initialized adapters."""
     logging_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Log the loss every so many steps, and with each evaluation, checkpoint and at the end; null:
-    about 50 times a run."""
+    """Number of steps between log entries; null: about 50 entries a run. The loss is also logged
+    with each evaluation and checkpoint, and at the end."""
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"] | None, MAY_CHANGE] = None
     """When to save a checkpoint to resume from; null: "steps" if save_steps is set, else "no".
     The last step has none, since the model itself is saved there."""
     save_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Save a checkpoint every so many steps."""
+    """Number of steps between checkpoints."""
     save_total_limit: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Number of the newest checkpoints to keep, beside the best one with load_best_model_at_end;
-    null: keep all."""
+    """Number of the newest checkpoints to keep; with load_best_model_at_end, the best one is kept,
+    too. null: keep all."""
     eval_strategy: StrategyName | None = None
     """When to evaluate on data.eval; null: "epoch" if there is such data, else "no"."""
     eval_steps: AtLeastOne | None = None
-    """Evaluate every so many steps."""
+    """Number of steps between evaluations."""
     per_device_eval_batch_size: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Rows in an evaluation batch of one process; null: as per_device_train_batch_size."""
     load_best_model_at_end: bool = False
-    """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
+    """At the end, save the weights of the step with the best metric_for_best_model."""
     metric_for_best_model: MetricName = "eval_loss"
     """Metric that decides which checkpoint is best; exact_match is computed from the rows that the
     model answers (data.eval_answers)."""
     early_stopping_patience: AtLeastOne | None = None
-    """Stop after so many evaluations without a better metric_for_best_model (transformers'
-    EarlyStoppingCallback); null: never."""
+    """Stop after this many evaluations in a row without a better metric_for_best_model
+    (transformers' EarlyStoppingCallback); null: never."""
     early_stopping_threshold: NotNegative = 0.0
-    """An improvement of the metric counts only if it is larger than this."""
+    """For early stopping, the metric is better only if it has improved by more than this."""
     report_to: Annotated[
         LoggerName | list[LoggerName],
         Expected(f"loggers: {', '.join(get_args(LoggerName))}"),
@@ -159,7 +159,7 @@ class TrainerFields(Section):
 
     @property
     def length(self) -> dict[str, float]:
-        """Return ``max_steps`` by its name, or ``num_train_epochs`` if ``max_steps`` is null."""
+        """Return the run's length: ``{"max_steps": N}``, or ``{"num_train_epochs": N}``."""
         if self.max_steps is not None:
             return {"max_steps": self.max_steps}
         return {"num_train_epochs": self.num_train_epochs}
@@ -182,41 +182,41 @@ class TrainerFields(Section):
             batches = math.ceil(math.ceil(rows / batch_size) / processes)
         return math.ceil(batches / self.gradient_accumulation_steps)
 
-    def total_steps(self, steps_an_epoch: int) -> int:
+    def total_steps(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of the run."""
-        return self.max_steps or max(math.ceil(self.num_train_epochs * steps_an_epoch), 1)
+        return self.max_steps or max(math.ceil(self.num_train_epochs * steps_per_epoch), 1)
 
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of a run of ``steps`` steps."""
-        warmup = self.warmup_steps
+        if self.warmup_steps == 0 or self.warmup_steps >= 1:
+            return int(self.warmup_steps)
         # Rounding may leave the product just below an integer. A run of one step has no warm-up,
-        # in which its rate would be 0.
-        share = min(max(int(steps * warmup + 1e-9), 1), steps - 1)
-        return int(warmup) if warmup >= 1 or warmup == 0 else share
+        # because the learning rate of the first warm-up step is 0.
+        return min(max(int(steps * self.warmup_steps + 1e-9), 1), steps - 1)
 
-    def log_every(self, steps: int, steps_an_epoch: int) -> int:
+    def log_every(self, steps: int, steps_per_epoch: int) -> int:
         """Return the steps between log entries; the default gives about 50 entries a run."""
         if self.passthrough_fields.get("logging_strategy") == "epoch":
-            return steps_an_epoch
+            return steps_per_epoch
         return self.logging_steps or max(steps // 50, 1)
 
-    def save_every(self, steps_an_epoch: int) -> int:
-        """Return the interval of checkpoints in steps; 0 for never and for "best"."""
-        return steps_an_epoch if self.effective_save_strategy == "epoch" else self.save_steps or 0
+    def save_every(self, steps_per_epoch: int) -> int:
+        """Return the steps between checkpoints; 0 for the strategies "no" and "best"."""
+        return steps_per_epoch if self.effective_save_strategy == "epoch" else self.save_steps or 0
 
-    def eval_every(self, steps_an_epoch: int) -> int:
-        """Return the interval of evaluations in steps, if there is data for them; 0 for never."""
+    def eval_every(self, steps_per_epoch: int) -> int:
+        """Return the steps between evaluations, if there is data for them; 0 for never."""
         if self.effective_eval_strategy == "no":
             return 0
-        return steps_an_epoch if self.effective_eval_strategy == "epoch" else self.eval_steps or 0
+        return steps_per_epoch if self.effective_eval_strategy == "epoch" else self.eval_steps or 0
 
-    def eval_delay(self, steps_an_epoch: int) -> float:
+    def eval_delay(self, steps_per_epoch: int) -> float:
         """Return the steps before the first evaluation.
 
         ``eval_delay`` of the recipe counts epochs if the evaluation strategy is "epoch".
         """
         delay = self.passthrough_fields.get("eval_delay") or 0
-        return delay * steps_an_epoch if self.effective_eval_strategy == "epoch" else delay
+        return delay * steps_per_epoch if self.effective_eval_strategy == "epoch" else delay
 
 
 def is_longer(before: Any, now: dict[str, float]) -> bool:
@@ -224,7 +224,7 @@ def is_longer(before: Any, now: dict[str, float]) -> bool:
 
     Args:
         before, now: Values of :attr:`TrainerFields.length`. If one is in epochs and the other in
-            steps, the result is False.
+            steps, the result is False. ``before`` is read from a file, and may be anything.
     """
     same_unit = isinstance(before, dict) and before.keys() == now.keys()
     return same_unit and all(now[name] > before[name] for name in now)
@@ -256,7 +256,8 @@ UNDECLARED_MAY_CHANGE = {
     "dataloader_multiprocessing_context",
 }
 
-# Types with limits, by field. torch checks the limits, too, but only after the model is loaded.
+# Types of undeclared fields with limits. torch checks the limits, too, but only after the model is
+# loaded.
 STRICTER_TYPES: dict[str, Any] = {
     "adam_beta1": BelowOne,
     "adam_beta2": BelowOne,
@@ -306,6 +307,7 @@ def _stricter(annotation: Any) -> Any:
     """
     if get_origin(annotation) in (Union, UnionType):
         members = get_args(annotation)
+        # "SomeEnum | str" means the values of the enum, not any text.
         if any(isinstance(member, EnumType) for member in members):
             members = tuple(member for member in members if member is not str)
         return functools.reduce(operator.or_, map(_stricter, members))

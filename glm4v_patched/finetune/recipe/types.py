@@ -62,12 +62,13 @@ _TYPE_WORDS: dict[Any, str] = {
 _LIMIT_WORDS = {"gt": " above ", "ge": " from ", "lt": " to below ", "le": " to "}
 
 
-def annotated(field: FieldInfo) -> Any:
+def annotated_type(field: FieldInfo) -> Any:
     """Return the type of a field with its metadata, as ``Annotated``."""
+    # Annotated needs at least one item of metadata, so None is added, which has no meaning.
     return Annotated[(field.annotation, *field.metadata, None)]
 
 
-def expected(annotation: Any) -> str:
+def expected_in_words(annotation: Any) -> str:
     """Describe in words the values that a type allows, such as "a number above 0 or null"."""
     *first, last = _choices_in_words(annotation)
     return f"{', '.join(first)} or {last}" if first else last
@@ -78,10 +79,13 @@ def _choices_in_words(annotation: Any) -> list[str]:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
-        words = [item.words for item in metadata if isinstance(item, Expected)]
-        [first, *rest] = words[-1:] or _choices_in_words(inner)
-        is_number = first in (_TYPE_WORDS[int], _TYPE_WORDS[float])
-        return [first + _range_in_words(metadata) * is_number, *rest]
+        descriptions = [item.words for item in metadata if isinstance(item, Expected)]
+        if descriptions:
+            return [descriptions[-1]]  # the outermost one
+        first, *rest = _choices_in_words(inner)
+        if first in (_TYPE_WORDS[int], _TYPE_WORDS[float]):
+            first += _range_in_words(metadata)
+        return [first, *rest]
     if origin in (Union, UnionType):
         return [words for member in get_args(annotation) for words in _choices_in_words(member)]
     if origin is Literal:
@@ -92,12 +96,11 @@ def _choices_in_words(annotation: Any) -> list[str]:
 
 def _range_in_words(metadata: Iterable[Any]) -> str:
     """Return the limits of a number in words, such as " from 0 to below 1"."""
-    limits: dict[str, float] = {}
+    words = {}
     for item in metadata:
-        constraints = item.metadata if isinstance(item, FieldInfo) else [item]
-        limits |= {n: getattr(c, n) for c in constraints for n in _LIMIT_WORDS if hasattr(c, n)}
-    return "".join(
-        text + (f"{limits[name]:g}" if isinstance(limits[name], float) else str(limits[name]))
-        for name, text in _LIMIT_WORDS.items()
-        if name in limits
-    )
+        for constraint in item.metadata if isinstance(item, FieldInfo) else [item]:
+            for name, text in _LIMIT_WORDS.items():
+                limit = getattr(constraint, name, None)
+                if limit is not None:
+                    words[name] = text + (f"{limit:g}" if isinstance(limit, float) else str(limit))
+    return "".join(words[name] for name in _LIMIT_WORDS if name in words)

@@ -5,8 +5,9 @@ import unicodedata
 
 import yaml
 
-# A line with a key, even if its colon is missing, full-width or a =.
-ENTRY = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>\s*[:：=]|(?=\s|$))(?P<rest>.*)")
+# A line with a key, even if the colon after it is missing, full-width or replaced by "=".
+ENTRY = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<colon>\s*[:：=]|(?=\s|$))(?P<rest>.*)")
+# What an unclosed quote or bracket causes: the context of the parser's error, and the mistake.
 UNCLOSED = {
     "while scanning a quoted scalar": "a quote is not closed",
     "while parsing a flow mapping": "a { is not closed, or a comma is missing after it",
@@ -15,27 +16,27 @@ UNCLOSED = {
 
 
 def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, str]:
-    """Return the line of the mistake, from 1, and what is wrong there.
+    """Return the line number of the mistake, from 1, and what is wrong there.
 
-    If no known mistake is found, line and text are those of the parser's message.
+    If the mistake is not one that this module knows, both are those of the parser's message.
     """
     mark = error.problem_mark or error.context_mark
     assert mark is not None
     number, context = mark.line + 1, error.context or ""
-    parsers_own = ", ".join(filter(None, (context, error.problem)))
+    parser_message = ", ".join(filter(None, (context, error.problem)))
     if not isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
-        return number, parsers_own
+        return number, parser_message
     lines = text.split("\n")
-    candidates = [number, *_content_before(lines, number)]
+    candidates = [number, *_line_before(lines, number)]
     start = error.context_mark.line + 1 if error.context_mark else number
-    if "simple key" in context:  # the parser has looked for a colon since that line
+    if "simple key" in context:  # the parser has looked for a colon since the line ``start``
         candidates.insert(0, start)
     for candidate in candidates:
         if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
             return candidate, mistake
     if context in UNCLOSED:
         return start, UNCLOSED[context]
-    return number, _bad_indentation(lines, number) or parsers_own
+    return number, _bad_indentation(lines, number) or parser_message
 
 
 def find_mistake(line: str) -> str | None:
@@ -44,17 +45,17 @@ def find_mistake(line: str) -> str | None:
     if "\t" in line:
         return "there is a tab; expected spaces, such as two before each field of a section"
     if line[: len(line) - len(line.lstrip())].strip(" "):
-        return "the line begins with a blank that is no plain space; expected spaces"
+        return "the line begins with whitespace other than spaces; expected spaces"
     match = ENTRY.fullmatch(text)
     if match is None:
         return None
-    key, sign, rest = match["key"], match["sign"].strip(), match["rest"].strip()
+    key, colon, rest = match["key"], match["colon"].strip(), match["rest"].strip()
     corrected = f"{key}: {rest}".strip()
-    if sign == "：":
+    if colon == "：":
         return f"the colon is full-width; write {corrected}"
-    if sign == "=":
+    if colon == "=":
         return f"there is = in place of a colon; write {corrected}"
-    if not sign:
+    if not colon:
         return f"a colon is missing; write {corrected}"
     if rest and match["rest"][0] != " ":
         return f"a space is missing after the colon; write {corrected}"
@@ -66,23 +67,23 @@ def find_mistake(line: str) -> str | None:
     return None
 
 
-def _content_before(lines: list[str], number: int) -> list[int]:
-    """Return, as a list of at most one, the last line before ``number`` that has content."""
-    before = range(min(number - 1, len(lines)), 0, -1)
-    return [n for n in before if lines[n - 1].split("#")[0].strip()][:1]
+def _line_before(lines: list[str], number: int) -> list[int]:
+    """Return the number of the last line before ``number`` that has content, or an empty list."""
+    earlier = range(min(number - 1, len(lines)), 0, -1)
+    return [n for n in earlier if lines[n - 1].split("#")[0].strip()][:1]
 
 
 def _bad_indentation(lines: list[str], number: int) -> str | None:
     """Describe the indentation of a line and of the line before it, if they differ."""
-    before = _content_before(lines, number)
+    before = _line_before(lines, number)
     if number > len(lines) or not before:
         return None
-    indents = [
+    indent_before, indent = (
         len(line) - len(line.lstrip(" ")) for line in (lines[before[0] - 1], lines[number - 1])
-    ]
-    if indents[0] == indents[1]:
+    )
+    if indent_before == indent:
         return None
     return (
-        f"the line is indented by {indents[1]}, and the one before by {indents[0]}; expected the "
+        f"the line is indented by {indent}, and the one before by {indent_before}; expected the "
         "same for all fields of a section"
     )
