@@ -151,6 +151,16 @@ def test_versions_outside_of_the_range_are_reported(monkeypatch, name, installed
         assert needed in clash.detail and clash.verdict == "fails"
 
 
+@pytest.mark.parametrize("spelling", ["huggingface-hub", "huggingface_hub", "HuggingFace.Hub"])
+def test_a_conflict_is_reported_however_the_other_package_spells_the_name(monkeypatch, spelling):
+    needs = {"glm4v-patched": [], "tokenizers": [f"{spelling}<1"]}
+    monkeypatch.setattr(packages, "version", {"tokenizers": "1", "huggingface-hub": "2"}.get)
+    monkeypatch.setattr(packages, "requires", needs.get)
+    monkeypatch.setattr(packages, "metadata", lambda name: {"Requires-Python": ">=3.11"})
+    clash = next(x for x in packages.check_packages() if x.check == "versions together")
+    assert clash.verdict == "warning" and "and 2 is installed" in clash.detail
+
+
 def test_a_nightly_build_is_within_the_range_of_the_version_that_it_becomes(monkeypatch):
     installed = {"torch": "2.12.0.dev20261101", "torchvision": "0.27.0"}
     needs = {"glm4v-patched": ["torch>=2.11"], "torchvision": ["torch>=2.11"]}
@@ -224,7 +234,9 @@ def test_a_recipe_that_can_be_trained_is_described(recipe_file, capsys):
     assert not Path(json.loads(recipe_file.read_text())["out"]).exists()  # nothing was written
 
 
-def test_the_first_rows_are_printed_with_their_supervised_tokens(recipe_file, capsys):
+def test_the_first_rows_are_printed_with_supervised_tokens_and_unusable_ones_exit_with_1(
+    recipe_file, capsys
+):
     folder = Path(recipe_file).parent
     shutil.copy(
         next(Path(Recipe.read(recipe_file).data.train).parent.rglob("*.png")), folder / "a.png"

@@ -317,6 +317,11 @@ def test_other_files_are_replaced_only_when_told_so(files, out, words):
     assert out.read_text() == "mine"
     answer_file(request(files), out, overwrite=True)
     assert [row["answer"] for row in rows_of(out)] == ["a"] * 6
+    with words.refused(ValueError, "is a folder"):
+        answer_file(request(files), out.parent)
+
+
+def test_the_data_and_its_images_are_not_replaced_however_their_path_is_spelled(files, words):
     data = files.data
     for path in (data, Path(read_questions(data)[0].prompt[0]["image"])):
         before = path.read_bytes()
@@ -326,8 +331,6 @@ def test_other_files_are_replaced_only_when_told_so(files, out, words):
     for spelled in (os.path.relpath(data), f"{data.parent}/../{data.parent.name}/{data.name}"):
         with pytest.raises(ValueError, match="is part of the data"):
             answer_file(request(files), Path(spelled), overwrite=True)
-    with words.refused(ValueError, "is a folder"):
-        answer_file(request(files), out.parent)
 
 
 def test_what_is_to_be_replaced_stays_until_there_is_an_answer(

@@ -50,7 +50,9 @@ def images(prompt: list[dict]) -> list[int]:
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
-def test_turns_are_kept_until_reset_and_images_belong_to_one(answerer, seen_prompts, cat):
+def test_turns_are_kept_until_reset_and_each_has_its_own_images_and_random_numbers(
+    answerer, seen_prompts, cat
+):
     typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/image {cat}\n"
     typed += "/reset\nHello\n/exit\nnever asked\n"
     output = talk(answerer, typed, images=[cat], system="Be brief.")

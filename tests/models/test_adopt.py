@@ -228,8 +228,13 @@ def test_weights_that_cannot_be_linked_are_copied_and_modes_stay(folder, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "linked", "model"]
 
 
-def test_without_out_the_folder_is_beside_and_a_second_run_says_so(folder, capsys):
-    assert main(["adopt", str(folder)]) == 0
+@pytest.mark.parametrize("spelling", [".", "here/.."])
+def test_without_out_the_folder_is_beside_and_a_second_run_says_so(
+    folder, capsys, monkeypatch, spelling
+):
+    monkeypatch.chdir(folder)
+    Path("here").mkdir()
+    assert main(["adopt", spelling]) == 0
     out = folder.with_name("model-adopted")
     assert f"{out}: a glm-4v with the code of version" in capsys.readouterr().out
     state = state_of(out)

@@ -414,7 +414,9 @@ def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**other)
 
 
-def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published):
+def test_fused_linear_cross_entropy_has_the_same_loss_without_logits_and_false_turns_it_off(
+    published,
+):
     batch = image_row(0)
     with glm4v_patched.applied():
         model = load("AutoModel", published)
