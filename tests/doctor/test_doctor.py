@@ -109,6 +109,14 @@ def test_a_problem_of_the_machine_is_reported_with_its_cure(
     words(text, temporary=tempfile.gettempdir())
 
 
+def test_the_compiler_that_cc_names_is_looked_for(sound, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang" if name == "clang-18" else None)
+    monkeypatch.setenv("CC", "clang-18")
+    assert "compiler" not in problems()
+    monkeypatch.delenv("CC")
+    assert problems()["compiler"].verdict == "fails"
+
+
 def test_disk_space_for_the_published_weights_is_needed_until_they_are_cached(
     sound, monkeypatch, tmp_path
 ):
@@ -333,6 +341,16 @@ def test_rows_that_are_left_out_or_have_no_image_are_a_warning(recipe_file, tmp_
     data, warning = findings["data"], findings["data warnings"]
     assert data.verdict == "warning" and "1 row skipped" in data.detail
     assert warning.verdict == "warning" and "1 of 2 samples have no image" in warning.detail
+
+
+def test_json_is_all_of_stdout_also_if_rows_are_left_out(recipe_file, tmp_path, capsys):
+    train = Path(Recipe.read(recipe_file).data.train)
+    rows = Path(shutil.copytree(train.parent, tmp_path / "data")) / train.name
+    rows.write_text(rows.read_text() + '{"messages": []}\n')
+    overrides = [f"data.train={rows}", "data.on_bad=skip", "--device", "cpu", "--json"]
+    main(["doctor", str(recipe_file), *overrides])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["findings"] and f"{rows.name}:" in err
 
 
 def test_a_folder_locked_by_another_run_is_reported_and_not_changed(recipe_file, tmp_path):

@@ -25,6 +25,7 @@ from glm4v_patched.inference.questions import AnswerOptions, Generation, Questio
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
+from glm4v_patched.terminal_text import show_progress
 from tests.helpers.local_hub import LocalHub
 
 NEW = 6
@@ -128,6 +129,7 @@ def test_each_batch_and_each_seed_samples_its_own_tokens(files):
 
     [first, second] = drawn()
     assert [first, second] == drawn() and len({first, second, *drawn(seed=1)}) == 4
+    assert len({first, second, *drawn(seed=-1), *drawn(seed=2**63 + 7)}) == 6
 
 
 def test_the_next_batch_is_copied_while_one_is_answered(files, monkeypatch):
@@ -246,15 +248,24 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
             find_source("our-org/adapters")
 
 
-def test_it_is_continued_where_it_was_stopped(files, out, capsys, words):
+def test_it_is_continued_where_it_was_stopped_and_so_is_its_progress(
+    files, out, capsys, words, monkeypatch
+):
     generation = Generation(max_new_tokens=NEW, temperature=1.5, seed=3)
     options = request(files, generation=generation)
     answer_file(options, out)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:3]) + lines[3][:10])
     capsys.readouterr()
+    begun: list[dict] = []
+
+    def recorded(*arguments, **options):
+        begun.append(options)
+        return show_progress(*arguments, **options)
+
+    monkeypatch.setattr(module, "show_progress", recorded)
     answer_file(options, out)
-    assert out.read_text() == "".join(lines)
+    assert out.read_text() == "".join(lines) and begun == [{"total": 6, "done": 3}]
     words("\n".join(capsys.readouterr().out.splitlines()[:2]))
 
 

@@ -17,7 +17,7 @@ from glm4v_patched.data.messages import images_of
 from glm4v_patched.inference import answer, contact_sheet
 from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.contact_sheet import BLACK, MAX_CELLS, draw_sheet, wrap
-from glm4v_patched.inference.questions import Question
+from glm4v_patched.inference.questions import Question, read_questions
 from glm4v_patched.inference.scoring import (
     exact_match,
     load_metric,
@@ -141,6 +141,15 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
 
 
+def test_rows_of_any_problem_are_listed_in_the_order_of_their_lines(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages} for messages in (talk[:1], 3, talk, talk[:1] * 2, 4.5)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ValueError, match="4 of 5 rows") as error:
+        read_questions(tmp_path / "rows.jsonl", with_reference=True)
+    assert re.findall(r"rows.jsonl:(\d)", str(error.value)) == ["1", "2", "4", "5"]
+
+
 @pytest.mark.parametrize(
     ("answer_text", "reference", "exact", "f1"),
     [
@@ -252,6 +261,14 @@ def test_a_white_image_is_seen_by_its_frame(image, tmp_path):
     is_dark = np.asarray(Image.open(tmp_path / "sheet.png").convert("L")) < 128
     # Of letters, no line is nearly as long.
     assert (is_dark.sum(1) > 200).sum() >= 2 and (is_dark.sum(0) > 60).sum() >= 2
+
+
+def test_a_sheet_is_as_high_as_its_rows_of_four_cells(tmp_path):
+    height = {}
+    for number in (1, 4, 5, 8):
+        draw_sheet([question(n, "a") for n in range(number)], ["a"] * number, tmp_path / "s.png")
+        height[number] = Image.open(tmp_path / "s.png").height
+    assert height[1] == height[4] < height[5] == height[8]
 
 
 def test_many_rows_are_spread_and_wrong_answers_come_first(image, tmp_path, monkeypatch):
