@@ -59,6 +59,7 @@ def problems(on_cpu: bool = False) -> dict[str, Finding]:
 
 def test_a_sound_machine_has_no_problems(sound, monkeypatch):
     assert problems() == {} and problems(on_cpu=True) == {}
+    assert next(machine.check_machine(False)).detail == "2: NVIDIA H200 (150 GB)"
     # A limit that cannot be raised is not reported.
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     assert problems() == {}

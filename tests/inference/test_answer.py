@@ -387,6 +387,11 @@ def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, neve
 @pytest.mark.usefixtures("answers_at_once")
 def test_a_file_of_settings_that_is_not_of_answers_is_not_replaced(files, answered, out, words):
     settings, ours = out.with_name(SETTINGS), answered.with_name(SETTINGS).read_text()
+    settings.symlink_to("elsewhere.json")
+    with pytest.raises(ValueError, match="settings.json is a link to elsewhere.json"):
+        answer_file(request(files), out)
+    assert settings.is_symlink()
+    settings.unlink()
     settings.write_text('{"mine": 1}')
     with words.refused(ValueError, str(settings)):
         answer_file(request(files), out)

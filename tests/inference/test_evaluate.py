@@ -125,6 +125,8 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
     (tmp_path / "broken.py").write_text("nonsense\n")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "metrics.json").write_text("mine")
+    (tmp_path / "sheets").mkdir()
+    (tmp_path / "sheets" / "answers.png").write_text("mine")
     for options, named in (
         (["--metric", "mine.py"], "--metric mine.py: "),
         (["--metric", "none.py:f"], "--metric none.py:f: "),
@@ -134,11 +136,13 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
         (["--metric", "mine.py:bad"], "the metric bad"),
         (["--out", "mine.py"], "--out mine.py"),
         (["--out", "others"], "others holds a metrics.json"),
+        (["--out", "sheets"], "sheets holds a answers.png"),
         (["--data", files.data], f"{files.data.name}:3: "),
     ):
         command = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
         refused([*command, *options], named)
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
+    assert (tmp_path / "sheets" / "answers.png").read_text() == "mine"
 
 
 def test_rows_of_any_problem_are_listed_in_the_order_of_their_lines(tmp_path):
@@ -241,7 +245,9 @@ def test_a_metric_of_ones_own(tmp_path, words):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
-def test_right_answers_are_green_others_red_and_images_have_their_own_shape(image, tmp_path):
+def test_right_answers_are_green_others_red_and_images_fill_their_slot_in_their_own_shape(
+    image, tmp_path
+):
     rows = [question(1, "HIL", image("orange", (100, 300), turned=6), image("blue", (50, 150)))]
     rows.append(question(2, "一\n二"))
     draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
@@ -250,10 +256,12 @@ def test_right_answers_are_green_others_red_and_images_have_their_own_shape(imag
     # Letters have soft edges.
     assert any(green > red + 80 and blue > 20 for red, green, blue in colors)
     assert any(red > green + 80 and blue > 20 for red, green, blue in colors)
-    for color, ratio in (((255, 165, 0), 3), ((0, 0, 255), 1 / 3)):
+    # Beside each other, one is as wide as half of the cell, and the other as high as images are.
+    for color, ratio, longest in (((255, 165, 0), 3, 130), ((0, 0, 255), 1 / 3, 140)):
         box = Image.fromarray((np.asarray(sheet) == color).all(-1)).getbbox()
         sides = box[2] - box[0], box[3] - box[1]  # without frames
         assert sides[0] / sides[1] == pytest.approx(ratio, rel=0.1)
+        assert max(sides) == pytest.approx(longest, abs=5)
 
 
 def test_a_white_image_is_seen_by_its_frame(image, tmp_path):

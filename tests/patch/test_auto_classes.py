@@ -399,7 +399,9 @@ def test_if_one_replacement_cannot_be_made_nothing_is_patched():
             {"attn_implementation": "sdpa"},
         ),
         ({"fused_linear_cross_entropy": False}, {}, {"fused_linear_cross_entropy": True}),
+        ({"fused_linear_cross_entropy": True}, {}, {"fused_linear_cross_entropy": False}),
     ],
+    ids=["another attention", "False before True", "True before False"],
 )
 def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**first)
