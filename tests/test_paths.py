@@ -131,3 +131,8 @@ def test_every_option_that_is_a_path_is_expanded(option):
         option.type("a=$OUT/b")
     expanded = option.type("name=~/x" if option.metavar == "NAME=DIR" else "~/x")
     assert str(expanded[1] if isinstance(expanded, tuple) else expanded) == f"{HOME}/x"
+
+
+def test_the_folder_of_named_adapters_may_have_an_equals_sign():
+    command = ["serve", "MODEL", "--adapter", "red=runs/lr=1e-5/a=b"]
+    assert _build_parser().parse_args(command).adapter == [("red", "runs/lr=1e-5/a=b")]

@@ -59,6 +59,7 @@ def problems(on_cpu: bool = False) -> dict[str, Finding]:
 
 def test_a_sound_machine_has_no_problems(sound, monkeypatch):
     assert problems() == {} and problems(on_cpu=True) == {}
+    assert next(machine.check_machine(False)).detail == "2: NVIDIA H200 (150 GB)"
     # A limit that cannot be raised is not reported.
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     assert problems() == {}
@@ -109,6 +110,14 @@ def test_a_problem_of_the_machine_is_reported_with_its_cure(
     words(text, temporary=tempfile.gettempdir())
 
 
+def test_the_compiler_that_cc_names_is_looked_for(sound, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/clang" if name == "clang-18" else None)
+    monkeypatch.setenv("CC", "clang-18")
+    assert "compiler" not in problems()
+    monkeypatch.delenv("CC")
+    assert problems()["compiler"].verdict == "fails"
+
+
 def test_disk_space_for_the_published_weights_is_needed_until_they_are_cached(
     sound, monkeypatch, tmp_path
 ):
@@ -149,6 +158,16 @@ def test_versions_outside_of_the_range_are_reported(monkeypatch, name, installed
         needed = f"torchvision 0.26.0 needs torch==2.11.0, and {installed}"
         clash = findings["versions together"]
         assert needed in clash.detail and clash.verdict == "fails"
+
+
+@pytest.mark.parametrize("spelling", ["huggingface-hub", "huggingface_hub", "HuggingFace.Hub"])
+def test_a_conflict_is_reported_however_the_other_package_spells_the_name(monkeypatch, spelling):
+    needs = {"glm4v-patched": [], "tokenizers": [f"{spelling}<1"]}
+    monkeypatch.setattr(packages, "version", {"tokenizers": "1", "huggingface-hub": "2"}.get)
+    monkeypatch.setattr(packages, "requires", needs.get)
+    monkeypatch.setattr(packages, "metadata", lambda name: {"Requires-Python": ">=3.11"})
+    clash = next(x for x in packages.check_packages() if x.check == "versions together")
+    assert clash.verdict == "warning" and "and 2 is installed" in clash.detail
 
 
 def test_a_nightly_build_is_within_the_range_of_the_version_that_it_becomes(monkeypatch):
@@ -224,7 +243,9 @@ def test_a_recipe_that_can_be_trained_is_described(recipe_file, capsys):
     assert not Path(json.loads(recipe_file.read_text())["out"]).exists()  # nothing was written
 
 
-def test_the_first_rows_are_printed_with_their_supervised_tokens(recipe_file, capsys):
+def test_the_first_rows_are_printed_with_supervised_tokens_and_unusable_ones_exit_with_1(
+    recipe_file, capsys
+):
     folder = Path(recipe_file).parent
     shutil.copy(
         next(Path(Recipe.read(recipe_file).data.train).parent.rglob("*.png")), folder / "a.png"
@@ -321,6 +342,16 @@ def test_rows_that_are_left_out_or_have_no_image_are_a_warning(recipe_file, tmp_
     data, warning = findings["data"], findings["data warnings"]
     assert data.verdict == "warning" and "1 row skipped" in data.detail
     assert warning.verdict == "warning" and "1 of 2 samples have no image" in warning.detail
+
+
+def test_json_is_all_of_stdout_also_if_rows_are_left_out(recipe_file, tmp_path, capsys):
+    train = Path(Recipe.read(recipe_file).data.train)
+    rows = Path(shutil.copytree(train.parent, tmp_path / "data")) / train.name
+    rows.write_text(rows.read_text() + '{"messages": []}\n')
+    overrides = [f"data.train={rows}", "data.on_bad=skip", "--device", "cpu", "--json"]
+    main(["doctor", str(recipe_file), *overrides])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["findings"] and f"{rows.name}:" in err
 
 
 def test_a_folder_locked_by_another_run_is_reported_and_not_changed(recipe_file, tmp_path):

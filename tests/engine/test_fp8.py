@@ -1,5 +1,6 @@
 """Layers that multiply in fp8, on a CPU: against a plain emulation, and in a model."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -278,14 +279,34 @@ def test_gradients_are_the_same_with_and_without_stored_transposed_weights():
     assert not any(m.in_features == 32 for m in stored if m.transposed is not None)
 
 
+@pytest.mark.parametrize(
+    ("size", "language", "tower"),
+    [
+        ("hidden_size is 72", {"hidden_size": 72}, {}),
+        ("ffn_hidden_size is 104", {"ffn_hidden_size": 104}, {}),
+        (
+            "num_attention_heads * kv_channels is 40",
+            {"kv_channels": 4, "num_attention_heads": 10},
+            {},
+        ),
+        ("multi_query_group_num * kv_channels is 40", {"kv_channels": 20}, {}),
+        ("vision_config.hidden_size is 24", {}, {"hidden_size": 24}),
+        ("vision_config.intermediate_size is 104", {}, {"intermediate_size": 104}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_size_that_fp8_cannot_multiply_is_named(size, language, tower):
+    config = tiny_config(**language, vision_config=tiny_config().vision_config | tower)
+    with pytest.raises(ValueError, match=f"^{re.escape(size)}, and fp8 needs multiples of 16"):
+        fp8.require_fp8(PLAIN, config)
+
+
 def test_missing_requirements_of_fp8_are_reported_before_a_model_is_built(monkeypatch, words):
     config, odd = tiny_config(), tiny_config(ffn_hidden_size=104)
     fp8.require_fp8(PLAIN, config)
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
     with words.refused(ValueError, "ffn_hidden_size is 104", "16"):
         fp8.require_fp8(PLAIN, odd)
-    with pytest.raises(ValueError, match=r"multi_query_group_num \* kv_channels is 40, .* 16"):
-        fp8.require_fp8(PLAIN, tiny_config(kv_channels=20))
     monkeypatch.setattr(fp8, "_allow_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with words.refused(RuntimeError, "GPU"):

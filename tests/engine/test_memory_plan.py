@@ -323,34 +323,37 @@ def test_each_image_of_a_packed_sequence_has_activations(trained):
     assert activation_bytes(REAL, options, packed) == activation_bytes(REAL, options, separate)
 
 
-def test_model_state_bytes_per_weight_by_stage_optimizer_and_offload():
-    tower, language = count_parameters(REAL)
-    weights = tower + language
+TOWER, LANGUAGE = count_parameters(REAL)
+# In bf16: weights and gradients, fp32 weights and two moments: 2 + 2 + 4 + 8.
+STATE_BYTES: dict[str, tuple[dict, float]] = {
+    "stage 3": ({}, 16 / 2),
+    "stage 2": ({"zero_stage": 2}, 2 + 14 / 2),
+    "stage 1": ({"zero_stage": 1}, 4 + 12 / 2),
+    "no ZeRO, all in fp32": ({"zero_stage": 0, "processes": 1}, 4 + 4 + 8),
+    "moments in 8 bits": ({"optimizer": "adamw_8bit"}, 10 / 2),
+    "stage 3, offloaded": ({"offload": True}, 4 / 2),
+    "stage 2, offloaded": ({"zero_stage": 2, "offload": True}, 2),
+    "hpZ, a second copy": ({"processes": 16, "zero_hpz_partition_size": 8}, 16 / 16 + 2 / 8),
+    # Everything has 4 bytes, and DeepSpeed keeps its fp32 copies all the same.
+    "fp32": ({"precision": "fp32"}, 20 / 2),
+    "lm": ({"trained": "lm"}, 2 / 2 + 14 / 2 * LANGUAGE / (TOWER + LANGUAGE)),
+    "vision": ({"trained": "tower+projector"}, 2 / 2 + 14 / 2 * TOWER / (TOWER + LANGUAGE)),
+}
 
-    def bytes_per_weight(trained="full", processes=2, **options):
-        batch = replace(ONE_SEQUENCE, processes=processes)
-        return model_state_bytes(REAL, make_decided(trained, **options), batch) / weights
 
-    # bf16 weights and gradients, fp32 weights and two moments: 2 + 2 + 4 + 8.
-    assert bytes_per_weight(zero_stage=3) == 16 / 2
-    assert bytes_per_weight(zero_stage=2) == 2 + 14 / 2
-    assert bytes_per_weight(zero_stage=1) == 4 + 12 / 2
-    assert bytes_per_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
-    assert bytes_per_weight(zero_stage=3, offload=True) == 4 / 2
-    assert bytes_per_weight(zero_stage=2, offload=True) == 2
-    # hpZ has a second copy of the weights. In fp32 everything has 4 bytes, and DeepSpeed keeps its
-    # fp32 copies all the same.
-    assert bytes_per_weight(zero_stage=3, processes=16, zero_hpz_partition_size=8) == 1 + 2 / 8
-    assert bytes_per_weight(zero_stage=3, precision="fp32") == 20 / 2
-    # On the CPU: fp32 weights, fp32 gradients and two moments.
-    for trained, number in (("full", weights), ("lm", language), ("lora_all", 0)):
+@pytest.mark.parametrize(("options", "expected"), STATE_BYTES.values(), ids=STATE_BYTES)
+def test_model_state_bytes_per_weight_on_each_gpu(options, expected):
+    options = {"trained": "full", "zero_stage": 3, "processes": 2} | options
+    batch = replace(ONE_SEQUENCE, processes=options.pop("processes"))
+    state_bytes = model_state_bytes(REAL, make_decided(**options), batch)
+    assert state_bytes / (TOWER + LANGUAGE) == pytest.approx(expected)
+
+
+def test_an_offloaded_optimizer_takes_16_bytes_of_ram_for_each_trained_weight():
+    # fp32 weights, fp32 gradients and two moments.
+    for trained, number in (("full", TOWER + LANGUAGE), ("lm", LANGUAGE), ("lora_all", 0)):
         assert offloaded_bytes(REAL, make_decided(trained, offload=True)) == 16 * number
     assert offloaded_bytes(REAL, make_decided("full")) == 0
-    # Without ZeRO everything is fp32.
-    assert bytes_per_weight(zero_stage=0, processes=1) == 4 + 4 + 8
-    for trained, number in (("lm", language), ("tower+projector", tower)):
-        trained_bytes = bytes_per_weight(trained, zero_stage=3) - 2 / 2
-        assert trained_bytes == pytest.approx(14 / 2 * number / weights)
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
@@ -461,9 +464,13 @@ def test_persistent_state_must_fit_into_memory(words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("share", "steps", "fits"), [(1, 1.5, False), (0.5, 1, True), (1, 1.8, True)]
+    ("share", "steps", "fits"),
+    [(1, 1.5, False), (0.5, 1, True), (1, 1.8, True)],
+    ids=["too large", "half of the processes are on another machine", "within the error"],
 )
-def test_on_a_cpu_the_steps_of_all_processes_must_fit(share, steps, fits, monkeypatch):
+def test_on_a_cpu_the_steps_of_all_processes_of_the_machine_must_fit(
+    share, steps, fits, monkeypatch
+):
     """Beyond the error of estimates they are refused."""
     config, options = tiny_config(), make_options("lm", compile=False)
     needed = estimate_peak_bytes(

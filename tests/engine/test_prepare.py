@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_divisible_processes
 from glm4v_patched.engine.memory_plan import GIB
-from glm4v_patched.engine.options import LoraOptions
+from glm4v_patched.engine.options import LoraOptions, check_trained
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.engine.trainable import load_adapters, select_weights
 from tests.helpers.fp8 import PLAIN as FP8
@@ -17,6 +17,15 @@ from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
 
 PLAIN = replace(FP8, trained="full", zero_stage=3, fp8=False, tower="full", language="full")
+
+
+@pytest.mark.parametrize(
+    "trained", ["all", "", "tower+", "tower+tower", "tower+lora_lm", "full+tower"]
+)
+def test_an_unknown_empty_repeated_or_mixed_part_of_trained_is_refused(trained):
+    check_trained("projector+tower")
+    with pytest.raises(ValueError, match="^trained is .* expected one of"):
+        check_trained(trained)
 
 
 @pytest.mark.parametrize(("stage", "trained"), [(0, torch.float32), (2, torch.bfloat16)])

@@ -117,6 +117,7 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
         ("lora_lm", "bf16", {"lora.targets": ["dense"]}),
         ("lora_all", "bf16", {"lora.use_dora": True, "engine.zero_stage": 0}),
     ],
+    ids=["full", "lm", "vision", "qlora", "all-linear", "targets", "DoRA"],
 )
 def test_the_saved_model_has_the_size_of_its_weights(trained, precision, more):
     changes = {"trained": trained, "lora.rank": 4, "engine.precision": precision}

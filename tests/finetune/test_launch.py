@@ -149,7 +149,9 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
         start(mine, overwrite=True)
 
 
-@pytest.mark.parametrize(("visible", "gpu"), [("", "0"), ("3,1", "3")])
+@pytest.mark.parametrize(
+    ("visible", "gpu"), [("", "0"), ("3,1", "3"), ("12", "12"), ("GPU-5f3a,GPU-77aa", "GPU-5f3a")]
+)
 def test_one_process_without_zero_has_the_first_gpu_that_is_visible(
     mine, monkeypatch, visible, gpu
 ):

@@ -25,6 +25,7 @@ from glm4v_patched.inference.questions import AnswerOptions, Generation, Questio
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
+from glm4v_patched.terminal_text import show_progress
 from tests.helpers.local_hub import LocalHub
 
 NEW = 6
@@ -128,6 +129,7 @@ def test_each_batch_and_each_seed_samples_its_own_tokens(files):
 
     [first, second] = drawn()
     assert [first, second] == drawn() and len({first, second, *drawn(seed=1)}) == 4
+    assert len({first, second, *drawn(seed=-1), *drawn(seed=2**63 + 7)}) == 6
 
 
 def test_the_next_batch_is_copied_while_one_is_answered(files, monkeypatch):
@@ -246,15 +248,24 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
             find_source("our-org/adapters")
 
 
-def test_it_is_continued_where_it_was_stopped(files, out, capsys, words):
+def test_it_is_continued_where_it_was_stopped_and_so_is_its_progress(
+    files, out, capsys, words, monkeypatch
+):
     generation = Generation(max_new_tokens=NEW, temperature=1.5, seed=3)
     options = request(files, generation=generation)
     answer_file(options, out)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:3]) + lines[3][:10])
     capsys.readouterr()
+    begun: list[dict] = []
+
+    def recorded(*arguments, **options):
+        begun.append(options)
+        return show_progress(*arguments, **options)
+
+    monkeypatch.setattr(module, "show_progress", recorded)
     answer_file(options, out)
-    assert out.read_text() == "".join(lines)
+    assert out.read_text() == "".join(lines) and begun == [{"total": 6, "done": 3}]
     words("\n".join(capsys.readouterr().out.splitlines()[:2]))
 
 
@@ -317,6 +328,11 @@ def test_other_files_are_replaced_only_when_told_so(files, out, words):
     assert out.read_text() == "mine"
     answer_file(request(files), out, overwrite=True)
     assert [row["answer"] for row in rows_of(out)] == ["a"] * 6
+    with words.refused(ValueError, "is a folder"):
+        answer_file(request(files), out.parent)
+
+
+def test_the_data_and_its_images_are_not_replaced_however_their_path_is_spelled(files, words):
     data = files.data
     for path in (data, Path(read_questions(data)[0].prompt[0]["image"])):
         before = path.read_bytes()
@@ -326,8 +342,6 @@ def test_other_files_are_replaced_only_when_told_so(files, out, words):
     for spelled in (os.path.relpath(data), f"{data.parent}/../{data.parent.name}/{data.name}"):
         with pytest.raises(ValueError, match="is part of the data"):
             answer_file(request(files), Path(spelled), overwrite=True)
-    with words.refused(ValueError, "is a folder"):
-        answer_file(request(files), out.parent)
 
 
 def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
@@ -373,6 +387,11 @@ def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, neve
 @pytest.mark.usefixtures("answers_at_once")
 def test_a_file_of_settings_that_is_not_of_answers_is_not_replaced(files, answered, out, words):
     settings, ours = out.with_name(SETTINGS), answered.with_name(SETTINGS).read_text()
+    settings.symlink_to("elsewhere.json")
+    with pytest.raises(ValueError, match="settings.json is a link to elsewhere.json"):
+        answer_file(request(files), out)
+    assert settings.is_symlink()
+    settings.unlink()
     settings.write_text('{"mine": 1}')
     with words.refused(ValueError, str(settings)):
         answer_file(request(files), out)

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from glm4v_patched.cli import main
 from glm4v_patched.inference.answer_worker import Answer, Answerer, count_positions
 from glm4v_patched.inference.chat import Chat
+from glm4v_patched.inference.web import PAGE_PORT
 from tests.helpers.serving import CHAT, QUESTION, about, data_url
 
 NEW = 6
@@ -50,7 +51,9 @@ def images(prompt: list[dict]) -> list[int]:
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
-def test_turns_are_kept_until_reset_and_images_belong_to_one(answerer, seen_prompts, cat):
+def test_turns_are_kept_until_reset_and_each_has_its_own_images_and_random_numbers(
+    answerer, seen_prompts, cat
+):
     typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/image {cat}\n"
     typed += "/reset\nHello\n/exit\nnever asked\n"
     output = talk(answerer, typed, images=[cat], system="Be brief.")
@@ -149,7 +152,9 @@ def test_both_models_of_the_page_answer_who_has_its_key_alone(
     body = {"messages": about(data_url(Path(cat).read_bytes()))}
     prompt = {"role": "user", "image": cat, "content": QUESTION}
     with TestClient(served.pop(), "http://127.0.0.1") as client:
-        fragment = re.search(r"the page is http://127.0.0.1:\d+/#(\S+)", capsys.readouterr().out)[1]
+        printed = capsys.readouterr().out
+        port, fragment = re.search(r"the page is http://127.0.0.1:(\d+)/#(\S+)", printed).groups()
+        assert int(port) != PAGE_PORT  # 0 is a free port
         start = urllib.parse.parse_qs(fragment)
         assert start["system"] == ["Be brief."]
         client.headers["Authorization"] = f"Bearer {start['key'][0]}"

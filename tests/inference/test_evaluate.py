@@ -17,7 +17,7 @@ from glm4v_patched.data.messages import images_of
 from glm4v_patched.inference import answer, contact_sheet
 from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.contact_sheet import BLACK, MAX_CELLS, draw_sheet, wrap
-from glm4v_patched.inference.questions import Question
+from glm4v_patched.inference.questions import Question, read_questions
 from glm4v_patched.inference.scoring import (
     exact_match,
     load_metric,
@@ -125,6 +125,8 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
     (tmp_path / "broken.py").write_text("nonsense\n")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "metrics.json").write_text("mine")
+    (tmp_path / "sheets").mkdir()
+    (tmp_path / "sheets" / "answers.png").write_text("mine")
     for options, named in (
         (["--metric", "mine.py"], "--metric mine.py: "),
         (["--metric", "none.py:f"], "--metric none.py:f: "),
@@ -134,11 +136,22 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
         (["--metric", "mine.py:bad"], "the metric bad"),
         (["--out", "mine.py"], "--out mine.py"),
         (["--out", "others"], "others holds a metrics.json"),
+        (["--out", "sheets"], "sheets holds a answers.png"),
         (["--data", files.data], f"{files.data.name}:3: "),
     ):
         command = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
         refused([*command, *options], named)
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
+    assert (tmp_path / "sheets" / "answers.png").read_text() == "mine"
+
+
+def test_rows_of_any_problem_are_listed_in_the_order_of_their_lines(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": messages} for messages in (talk[:1], 3, talk, talk[:1] * 2, 4.5)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ValueError, match="4 of 5 rows") as error:
+        read_questions(tmp_path / "rows.jsonl", with_reference=True)
+    assert re.findall(r"rows.jsonl:(\d)", str(error.value)) == ["1", "2", "4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +196,7 @@ ANSWERS = st.tuples(
 
 @given(st.lists(ANSWERS))
 @settings(max_examples=100, deadline=None)
-def test_swapped_images_are_never_of_the_same_answer_nor_the_same(rows):
+def test_swapped_images_differ_and_have_another_answer_and_every_row_that_can_gets_some(rows):
     digests = {
         f"{n}-{i}.png": str(d) for n, (*_, ids) in enumerate(rows) for i, d in enumerate(ids)
     }
@@ -232,7 +245,9 @@ def test_a_metric_of_ones_own(tmp_path, words):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
-def test_right_answers_are_green_others_red_and_images_have_their_own_shape(image, tmp_path):
+def test_right_answers_are_green_others_red_and_images_fill_their_slot_in_their_own_shape(
+    image, tmp_path
+):
     rows = [question(1, "HIL", image("orange", (100, 300), turned=6), image("blue", (50, 150)))]
     rows.append(question(2, "一\n二"))
     draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
@@ -241,10 +256,12 @@ def test_right_answers_are_green_others_red_and_images_have_their_own_shape(imag
     # Letters have soft edges.
     assert any(green > red + 80 and blue > 20 for red, green, blue in colors)
     assert any(red > green + 80 and blue > 20 for red, green, blue in colors)
-    for color, ratio in (((255, 165, 0), 3), ((0, 0, 255), 1 / 3)):
+    # Beside each other, one is as wide as half of the cell, and the other as high as images are.
+    for color, ratio, longest in (((255, 165, 0), 3, 130), ((0, 0, 255), 1 / 3, 140)):
         box = Image.fromarray((np.asarray(sheet) == color).all(-1)).getbbox()
         sides = box[2] - box[0], box[3] - box[1]  # without frames
         assert sides[0] / sides[1] == pytest.approx(ratio, rel=0.1)
+        assert max(sides) == pytest.approx(longest, abs=5)
 
 
 def test_a_white_image_is_seen_by_its_frame(image, tmp_path):
@@ -252,6 +269,14 @@ def test_a_white_image_is_seen_by_its_frame(image, tmp_path):
     is_dark = np.asarray(Image.open(tmp_path / "sheet.png").convert("L")) < 128
     # Of letters, no line is nearly as long.
     assert (is_dark.sum(1) > 200).sum() >= 2 and (is_dark.sum(0) > 60).sum() >= 2
+
+
+def test_a_sheet_is_as_high_as_its_rows_of_four_cells(tmp_path):
+    height = {}
+    for number in (1, 4, 5, 8):
+        draw_sheet([question(n, "a") for n in range(number)], ["a"] * number, tmp_path / "s.png")
+        height[number] = Image.open(tmp_path / "s.png").height
+    assert height[1] == height[4] < height[5] == height[8]
 
 
 def test_many_rows_are_spread_and_wrong_answers_come_first(image, tmp_path, monkeypatch):

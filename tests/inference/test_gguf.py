@@ -9,6 +9,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def test_a_missing_package_and_other_formats_options_are_refused(
     assert "--format int8 needs --calibration FILE" in refused("--format", "int8")
     rows = ("--calibration", "rows.jsonl", "--gguf-type", "f16")
     assert "takes no --gguf-type" in refused("--format", "int8", *rows)
+
+
+def test_special_ids_of_0_are_written(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", Mock())
+    writer, tokenizer = Mock(), build_processor(["text"]).tokenizer
+    module._add_tokenizer(
+        writer, config(language={"pad_token_id": 0, "eos_token_id": 0}), tokenizer
+    )
+    written = {call.args for call in writer.add_uint32.call_args_list}
+    assert written == {(f"tokenizer.ggml.{key}_token_id", 0) for key in ("padding", "eos")}
 
 
 @with_gguf

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
@@ -61,7 +62,7 @@ def test_merged_weights_are_those_of_peft(files, tmp_path, kind):
     assert len(changed) == 4 if kind != "other layers" else len(changed) > 4
 
 
-def test_files_and_dtypes_of_the_base_are_kept(files, tmp_path):
+def test_files_their_format_and_the_dtypes_of_the_base_are_kept(files, tmp_path):
     """Each tensor keeps its dtype, bf16 or fp32, and its file."""
     sharded, norm = tmp_path / "model", "transformer.encoder.final_layernorm.weight"
     shutil.copytree(files.model, sharded)
@@ -78,6 +79,8 @@ def test_files_and_dtypes_of_the_base_are_kept(files, tmp_path):
     for path in sharded.glob("*.safetensors"):
         before, after = load_file(path), load_file(tmp_path / "merged" / path.name)
         assert {n: w.dtype for n, w in before.items()} == {n: w.dtype for n, w in after.items()}
+        with safe_open(tmp_path / "merged" / path.name, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}  # without it, transformers 4 refuses a file
     merged_index = tmp_path / "merged" / "model.safetensors.index.json"
     assert json.loads(merged_index.read_text()) == index
 

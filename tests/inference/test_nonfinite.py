@@ -141,6 +141,12 @@ def test_what_overflows_is_found_where_it_does(files, adapted):
     require_finite_logits(model, inputs)
 
 
+def test_a_buffer_such_as_the_scale_of_a_quantized_layer_is_named_like_a_weight():
+    layer = torch.nn.Linear(2, 2)
+    layer.register_buffer("scale", torch.tensor(float("nan")))
+    assert "because the weight scale is" in describe_cause(layer, {})
+
+
 def test_images_are_blamed_where_they_are_the_cause(files, answerer):
     image = json.loads(files.data.read_text().splitlines()[0])["messages"][0]
     image = image | {"image": str(files.data.parent / image["image"])}

@@ -337,7 +337,7 @@ def test_adapters_on_the_tower_are_refused(words):
 
 
 def test_image_tokens_are_not_generated_as_in_our_model():
-    for fill in (None, 7):
+    for fill in (None, 7, 0):
         model = tiny_model(image_token_id=fill)
         assert vllm_plugin.never_generated_ids(model.config) == model._image_token_ids()
         published = SimpleNamespace(**vars(model.config))

@@ -1,5 +1,6 @@
 """Plug-ins without their frameworks. tests/patch/test_run.py tests that they are registered."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,16 @@ def test_the_file_for_external_plugins_is_printed():
     command = [sys.executable, "-m", "glm4v_patched.integrations", "ms-swift"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert "register()" in Path(printed.rstrip("\n")).read_text()
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["ms_swift"], ["ms-swift", "axolotl"]], ids=["no name", "ms_swift", "two names"]
+)
+def test_other_names_print_no_file_and_the_exit_status_is_not_0(monkeypatch, capsys, names):
+    monkeypatch.setattr(sys, "argv", ["integrations", *names])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("glm4v_patched.integrations", run_name="__main__")
+    assert exit.value.code not in (None, 0) and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,17 @@ def test_weights_that_cannot_be_linked_are_copied_and_modes_stay(folder, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "linked", "model"]
 
 
-def test_without_out_the_folder_is_beside_and_a_second_run_says_so(folder, capsys):
-    assert main(["adopt", str(folder)]) == 0
+@pytest.mark.parametrize("spelling", [".", "here/.."])
+def test_without_out_the_folder_is_beside_however_it_is_spelled_and_a_second_run_says_so(
+    folder, capsys, monkeypatch, spelling
+):
+    monkeypatch.chdir(folder)
+    Path("here").mkdir()
+    assert main(["adopt", spelling]) == 0
     out = folder.with_name("model-adopted")
-    assert f"{out}: a glm-4v with the code of version" in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert f"{out}: a glm-4v with the code of version" in report
+    assert f"left out of {folder}: configuration_chatglm.py, here, model" in report
     state = state_of(out)
     assert main(["adopt", str(out)]) == 0
     assert f"{out} has the code of version" in capsys.readouterr().out

@@ -53,7 +53,9 @@ def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
     assert identify(ModelSource(str(one), adapters=moved)) != with_adapters
 
 
-def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
+def test_large_files_are_known_by_their_size_and_samples_from_the_first_byte_to_the_last(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(base_of_models, "MAX_FULLY_HASHED_BYTES", 1000)
     monkeypatch.setattr(base_of_models, "BLOCK_BYTES", 10)
     file, content = tmp_path / "file", bytearray(range(256)) * 100

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,13 @@ def test_the_limited_process_serves_all_threads_restarts_and_is_not_forked():
     if (child := os.fork()) == 0:
         os._exit(int(LIMITED_PROCESS._process is not None))
     assert os.waitpid(child, 0)[1] == 0 and LIMITED_PROCESS._process is not None
+
+
+def test_an_idle_process_outlives_the_time_limit_of_its_last_request(monkeypatch):
+    monkeypatch.setattr(limited_process, "BASE_SECONDS", 1)
+    LIMITED_PROCESS.run("match", [("match", "a")], ["a"])
+    time.sleep(1.2)
+    assert LIMITED_PROCESS.run("match", [("match", "a")], ["a"]) is None
 
 
 ADAPTERS = {

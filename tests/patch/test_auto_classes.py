@@ -399,7 +399,9 @@ def test_if_one_replacement_cannot_be_made_nothing_is_patched():
             {"attn_implementation": "sdpa"},
         ),
         ({"fused_linear_cross_entropy": False}, {}, {"fused_linear_cross_entropy": True}),
+        ({"fused_linear_cross_entropy": True}, {}, {"fused_linear_cross_entropy": False}),
     ],
+    ids=["another attention", "False before True", "True before False"],
 )
 def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**first)
@@ -414,7 +416,9 @@ def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**other)
 
 
-def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published):
+def test_fused_linear_cross_entropy_has_the_same_loss_without_logits_and_false_turns_it_off(
+    published,
+):
     batch = image_row(0)
     with glm4v_patched.applied():
         model = load("AutoModel", published)

@@ -317,12 +317,17 @@ def test_a_name_is_that_of_a_command_first_as_for_a_shell(tmp_path, monkeypatch)
     assert find_script("train-it") == "train-it"
 
 
-def test_the_startup_folder_is_once_on_pythonpath_however_often_scripts_are_nested(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/other")
+@pytest.mark.parametrize(
+    ("before", "others"), [("/other", ["/other"]), ("", []), (":/other:", ["/other"])]
+)
+def test_pythonpath_gets_the_startup_folder_once_and_no_empty_entry_which_is_the_current_folder(
+    monkeypatch, before, others
+):
+    monkeypatch.setenv("PYTHONPATH", before)
     monkeypatch.setenv(PATCHED_VARIABLE, "")
-    for options in ({}, {"attn_implementation": "eager"}):
+    for options in ({}, {"attn_implementation": "eager"}):  # a script that runs a script
         patch_child_processes(options)
-        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP_FOLDER), "/other"])
+        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP_FOLDER), *others])
 
 
 def test_a_script_in_the_home_folder_is_found(quick, monkeypatch):

@@ -6,7 +6,14 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from tests.helpers.tiny import expanded_image, padded, random_pixels, text, tiny_model
+from tests.helpers.tiny import (
+    expanded_image,
+    padded,
+    random_pixels,
+    text,
+    tiny_model,
+    unexpanded_image,
+)
 from tests.remote.inputs import GREEDY
 
 # fp32, cached against one pass. Measured 5.7e-6; a wrong position id changes it by 0.1 and more.
@@ -62,6 +69,11 @@ def test_reordered_sequences_keep_their_position_ids(model, want, kind, order):
             layer.keys, layer.values = layer.keys[order], layer.values[order]
     actual = stepped(model, cache, STEP[order], mask[order])
     assert (actual - want[order]).abs().max() <= ATOL
+
+
+def test_an_empty_cache_of_the_caller_is_filled(model):
+    cache = DynamicCache()  # which is false, because it has no layers yet
+    assert filled(model, cache)[0] is cache and cache.get_seq_length() == 20
 
 
 def test_a_cache_of_other_sequences_is_refused(model):
@@ -128,6 +140,17 @@ def test_positions_after_a_cropped_turn_are_unknown(model):
     cache.crop(-7)
     with pytest.raises(ValueError, match="pass position_ids"):
         model(torch.tensor([[7]]), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_positions_inside_an_image_of_the_shorter_sequence_are_unknown(model):
+    images = unexpanded_image()
+    ids = torch.tensor([[*images, *images, *text(6, seed=1)], [*text(8, seed=2), *images, 3]])
+    mask = torch.ones_like(ids)  # they have 18 and 15 tokens: the second is padded
+    cache = model(ids, mask, pixel_values=random_pixels(3), use_cache=True).past_key_values
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="after 15 cache entries .* pass position_ids"):
+        model(STEP[:2], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -63,6 +63,15 @@ def test_size_is_a_square_and_that_of_the_published_model_by_default():
         ChatGLMImageProcessor(size={"shortest_edge": 56})
 
 
+@pytest.mark.parametrize("resample", Image.Resampling, ids=lambda resample: resample.name)
+def test_images_are_resized_by_the_filter_of_that_number(pixels, image, tmp_path, resample):
+    processor = ChatGLMImageProcessor(size=56, resample=resample)
+    processor.save_pretrained(tmp_path)
+    expected = pixels(image.resize((56, 56), resample))  # resized no more
+    for of_filter in (processor, ChatGLMImageProcessor.from_pretrained(tmp_path)):
+        assert torch.equal(of_filter(image)["pixel_values"], expected)
+
+
 @pytest.fixture
 def serve(tmp_path):
     """Serve ``tmp_path`` and return the base URL. A query is the target of a redirect."""

@@ -95,7 +95,7 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_the_prefix_is_written_once(processor, flag):
+def test_the_prefix_is_written_once_unless_add_special_tokens_is_false(processor, flag):
     messages = user("cat", image=pil_image())
     text = processor.apply_chat_template(messages, tokenize=False)
     assert text == f"{PREFIX}<|user|>\n{IMAGE}cat"
@@ -107,6 +107,7 @@ def test_the_prefix_is_written_once(processor, flag):
     bare = processor(text="cat", add_special_tokens=flag)["input_ids"][0]
     assert decode(processor, bare) == f"{PREFIX if flag else ''}cat"
     assert bare == processor.tokenizer.encode("cat", add_special_tokens=flag)
+    assert processor(text="cat", text_kwargs={"add_special_tokens": flag})["input_ids"] == [bare]
     half = processor(text="[gMASK]cat", add_special_tokens=flag)["input_ids"][0]
     assert decode(processor, half) == f"{PREFIX if flag else ''}[gMASK]cat"
 

@@ -72,6 +72,17 @@ def test_the_score_is_computed_at_the_last_token_that_is_no_padding(model, image
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("has_mask", [True, False], ids=["mask", "no mask"])
+def test_a_score_after_a_cache_is_read_at_the_last_token_of_the_sequence(image, has_mask):
+    model, inputs = tiny_classifier(), batch(image)
+    want = model(**inputs).logits[:1]
+    ids, mask = inputs["input_ids"][:1], inputs["attention_mask"][:1] if has_mask else None
+    cache = model(ids[:, :4], use_cache=True).past_key_values
+    after = model(ids[:, 4:], attention_mask=mask, past_key_values=cache).logits
+    assert (after - want).abs().max() <= ATOL
+
+
+@torch.no_grad()
 def test_a_classifier_takes_inputs_without_a_mask_and_positionally(image):
     """Without a mask a sequence ends before its padding; a text may contain the padding id, too."""
     model, inputs = tiny_classifier(), batch(image)
@@ -79,8 +90,6 @@ def test_a_classifier_takes_inputs_without_a_mask_and_positionally(image):
     want = model(**inputs).logits
     for by_place in [(images,), (list(images), (mask.cumsum(1) - 1).clamp(min=0), mask)]:
         assert (model(ids, *by_place).logits - want).abs().max() <= ATOL
-    cache = model(ids[:1, :4], use_cache=True).past_key_values
-    assert (model(ids[:1, 4:], past_key_values=cache).logits - want[:1]).abs().max() <= ATOL
     model.config.pad_token_id = None
     assert (model(**inputs).logits - want).abs().max() <= ATOL
     assert model(torch.tensor([text(6)])).logits.shape == (1, 3)

@@ -176,8 +176,10 @@ def test_truncation_keeps_either_side_and_cuts_no_image(tokenizer):
     out = tokenizer.apply_chat_template(message, max_length=7, return_dict=True, **options)
     assert out["input_ids"] == [whole[:7]] and len(out["images"]) == 1
     assert chat_ids(tokenizer, message, max_length=4, truncation="do_not_truncate") == whole
+    assert chat_ids(tokenizer, message, max_length=0, **options) == []
     tokenizer.truncation_side = "left"
     assert chat_ids(tokenizer, message, max_length=4, **options) == whole[-4:]
+    assert chat_ids(tokenizer, message, max_length=0, **options) == []
 
 
 def test_arguments_by_place_are_in_the_published_order(tokenizer):
