@@ -140,6 +140,12 @@ def test_redirects_are_followed_and_have_an_end(host):
         fetch(f"{url}/a.png")
 
 
+def test_a_relative_redirect_leads_on_from_the_page_that_sent_it(monkeypatch):
+    redirects = {"http://a/x": "http://b/c/d", "http://b/c/d": "e", "http://b/c/e": None}
+    monkeypatch.setattr(fetching, "_get", lambda url, *_: (b"image", redirects[url]))
+    assert fetch("http://a/x") == b"image"
+
+
 def test_the_address_that_was_looked_at_is_connected_to(host, monkeypatch):
     """A name that leads elsewhere when it is asked again, and a proxy."""
     url, handlers = host

@@ -152,11 +152,17 @@ def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tm
     columns = {"question": "q", "answer": "a", "image": "img"}
     images = [row.images for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
     assert images == [[], [str(tmp_path / image)]]
-    _, images = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
-    assert '"img" ("images' in images.text
     for name in ("img", "img.path"):
         with pytest.raises(ValueError, match=f'"{name}" is in both columns and ignore'):
             read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
+
+
+@pytest.mark.parametrize("mapped", ["img_path", "im"])
+def test_an_unmapped_column_is_refused_beside_a_mapped_one_of_a_similar_name(tmp_path, mapped):
+    columns = {"question": "q", "answer": "a", "image": mapped}
+    row = {"q": "x", "a": "y", "img": "images/a.png"}
+    (result,) = read(tmp_path / "a.jsonl", [row], columns=columns)
+    assert isinstance(result, RowProblem) and '"img" ("images/a.png")' in result.text
 
 
 def test_columns_that_cannot_be_are_refused(words, capsys):

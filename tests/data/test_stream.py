@@ -162,7 +162,7 @@ def same(batch: dict, other: dict) -> bool:
     return batch.keys() == other.keys() and all(torch.equal(batch[k], other[k]) for k in other)
 
 
-def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, streamed):
+def test_only_rows_of_more_tokens_than_memory_was_planned_for_are_not_batched(collator, streamed):
     rows = streamed(turns("a", image="whole.png"), turns("b"))
     want = collator.collator([row.messages for row in rows])
     longest = want["input_ids"].shape[1]  # of the row with an image
