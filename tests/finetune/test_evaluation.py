@@ -111,8 +111,8 @@ def test_the_rows_that_are_answered_are_spread_over_all_that_fit():
         conversations=lambda: [[{"role": "user", "content": "q"}]] * 8,
         row_labels=range(8),
     )
-    sample = evaluation.EvalGenerations(checked, None, Path(), 3, TOKENS, 2, max_positions=10)
-    assert sample.rows == [1, 3, 6]
+    sample = evaluation.EvalGenerations(checked, None, Path(), 4, TOKENS, 2, max_positions=10)
+    assert sample.rows == [1, 2, 5, 6]
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(

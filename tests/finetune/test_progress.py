@@ -69,7 +69,9 @@ def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(
     assert "%|" not in trained
 
 
-def test_a_line_says_how_fast_the_steps_since_the_last_one_were(monkeypatch, tmp_path, capsys):
+def test_a_line_has_the_speed_since_the_last_one_without_evaluations_and_checkpoints(
+    monkeypatch, tmp_path, capsys
+):
     steps = Steps(monkeypatch, tmp_path)
     for seconds in (60, 2, 6, 9):  # first layers are compiled, workers start
         steps.step(seconds)

@@ -82,6 +82,7 @@ BEST_BY_STEPS = {"load_best_model_at_end": True, "save_steps": 20, "eval_steps":
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 20},
         {"load_best_model_at_end": True, "save_strategy": "epoch"},  # of 20 steps
     ],
+    ids=["best by steps", "patience", "saving the best", "a schedule", "best by epochs"],
 )
 def test_what_needs_evaluations_is_refused_where_the_first_comes_after_the_end(needs):
     evaluations(20, 20, **needs)
