@@ -44,7 +44,7 @@ def fail(row, error=OUT_OF_MEMORY):
     return {name: row[name] for name in row if not name.startswith(figures)} | {"error": error}
 
 
-def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path):
+def test_rows_are_added_to_the_file_of_a_link_as_one_array_and_stay_when_the_disk_is_full(tmp_path):
     path, link = tmp_path / "rows.json", tmp_path / "link.json"
     link.symlink_to(path)
     rows = [make_row(micro_batch=1), make_row(micro_batch=2, losses=[float("nan"), 1.5])]
