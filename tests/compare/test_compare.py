@@ -195,6 +195,9 @@ def test_rotations_that_give_almost_the_same_logits_are_not_told_apart():
     assert verdicts(computed(), ours) == set()
     apart = computed(**{"logits image": 0.5e-3})
     assert verdicts(apart, ours) == {("image", "image positions", "undecided")}
+    same = computed()
+    same.tensors[counted] = same.tensors[shared]
+    assert verdicts(computed(), same) == {("image", "image positions", "undecided")}
     # Neither kind of positions gives the logits of the original.
     ours.tensors[shared] = ours.tensors[shared] + 2
     different = {("image", "image positions", "DIFFERENT")}
