@@ -230,7 +230,7 @@ def test_no_code_runs_without_the_option_and_a_usable_python(
 @pytest.mark.parametrize(
     ("original_rope", "wrong", "right", "needed"),
     [
-        (True, ("4.41.2", "4.45"), ("4.42.0", "4.44.2"), ">=4.42,<4.45"),
+        (True, ("4.41.2", "4.45"), ("4.42.0", "4.43.0.dev0", "4.44.2"), ">=4.42,<4.45"),
         (False, ("4.41.2",), ("4.44.2", "4.47.1", "4.57.6"), ">=4.42"),  # a cogagent's
     ],
 )

@@ -188,12 +188,13 @@ def test_columns_that_cannot_be_are_refused(words, capsys):
         ('q,a\n"x" y,b\nz,c\n', [(2, "not CSV (',' expected after '\"'): inside"), (3, "z c")]),
         ('q,a\nx,b\n"y,c\nz,d', [(2, "x b"), (3, "not CSV (unexpected end of data)")]),
         ('sep=|\r\nq|a\r\n"x,|\r\ny"|b;\r\nz|c\r\n', [(3, "x,|\r\ny b;"), (5, "z c")]),
+        ('"x,y,z";q;a\n;what;b\n', [(2, "what b")]),  # commas in the name of an empty column
         (
             b"q,a\n\xc4\xe3,b\n",
             [(2, 'is not UTF-8: its first byte above 0x7f, 0xc4, is in the word "你" in')],
         ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
     rows = read(tmp_path / "a.csv", text, columns={"question": "q", "answer": "a"})

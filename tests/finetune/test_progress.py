@@ -98,6 +98,8 @@ def test_a_plot_has_both_losses_the_checkpoints_the_best_step_and_bad_ones(tmp_p
     history = [{"step": step, "loss": 3.0 / step} for step in range(1, 2000)]
     history += [{"step": 2000, "loss": "nan"}]
     history += [{"step": step, "eval_loss": 0.1} for step in (1000, 2000)]
+    plot_loss(history, tmp_path / "loss.png", best=0)  # with eval_on_start
+    assert "best evaluation: step 0" in figures.pop().axes[0].get_legend_handles_labels()[1]
     plot_loss(history, tmp_path / "loss.png", saved=[500, 1000], best=1000)
     (axes,) = figures[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}

@@ -78,11 +78,12 @@ def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
         assert status == 1 and message in output and str(arguments[-1]) in output
 
 
-def test_a_client_that_is_too_old_is_reported_with_the_cure(run, built, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
+@pytest.mark.parametrize("version", ["1.32.9", "1.4.0"])
+def test_a_client_that_is_too_old_is_reported_with_the_cure(version, run, built, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.__version__", version)
     status, output = run("verify", built)
     assert status == 1
-    assert "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
+    assert f"huggingface_hub {version} is installed, but 1.33 or newer is needed" in output
     assert "pip install -U huggingface_hub" in output
 
 
@@ -335,6 +336,16 @@ def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
     assert f"the Hub will copy them from {UPSTREAM}@{head}" in details["weights"]
     assert "55 weights, compared with the index" in details["weights"]
     assert "gradients" in details["loads"]
+
+
+def test_a_repository_without_its_weights_fails_although_another_one_has_them(
+    hub, original, in_process, tmp_path
+):
+    head = hub.add_repository(UPSTREAM, as_files(original)).head
+    build_model_repository(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
+    hub.add_repository(NAME, as_files(tmp_path / "out"))
+    report = verify(NAME)
+    assert report.failures == ["weights"] and "missing: " in by_name(report)["weights"].detail
 
 
 def test_a_tokenizer_of_the_real_size_is_read_and_no_weights_are():
