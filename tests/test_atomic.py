@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from glm4v_patched.atomic import require_copyable, require_file, write_atomically
+from glm4v_patched.atomic import apply_umask, require_copyable, require_file, write_atomically
 from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
@@ -71,6 +71,20 @@ def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
     remaining = {"mine.partial", "data.json.partial", RECORD}
     assert {path.name for path in tmp_path.iterdir()} == remaining
     assert json.loads((tmp_path / RECORD).read_text()) == {"written": None}
+
+
+def test_the_umask_gives_weights_their_mode_and_stays_as_it_is(tmp_path):
+    for name in ("a.safetensors", "linked.safetensors"):
+        (tmp_path / name).touch(0o600)
+    os.link(tmp_path / "linked.safetensors", tmp_path / "elsewhere")
+    before = os.umask(0o027)
+    try:
+        apply_umask(tmp_path)
+    finally:
+        after = os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert after == 0o027
+    assert modes == {"a.safetensors": 0o640, "linked.safetensors": 0o600, "elsewhere": 0o600}
 
 
 def test_a_folder_s_files_are_not_those_of_one_whose_name_begins_alike(tmp_path):

@@ -1,13 +1,13 @@
 """A dataclass that is a section of a recipe gives a command its options, with the same limits."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from glm4v_patched.engine.options import EngineOptions, EngineSection, LoraOptions
-from glm4v_patched.option_fields import add_option, to_cli_arguments
+from glm4v_patched.option_fields import add_option, find_field_problems, option, to_cli_arguments
 
 SECTION = {"zero_stage": 0, "precision": "fp32", "fp8": True, "tower": "every 2"}
 SECTION |= {"compile": False, "offload": True, "memory_limit": 7.5, "zero_hpz_partition_size": 2}
@@ -49,6 +49,16 @@ def test_what_neither_takes(name, value):
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         parse([f"--{name.replace('_', '-')}", str(value)])
     assert name in {field.name for field in fields(EngineOptions)}
+
+
+@pytest.mark.parametrize(("field", "value"), [("number", 0), ("numbers", (1, 0)), ("word", "")])
+def test_0_and_empty_text_are_values_with_limits(field, value):
+    options = [("number", int, option(1, "", at_least=1))]
+    options += [("numbers", tuple, option((1,), "", at_least=1))]
+    options += [("word", str, option("a", "", choices=("a", "b")))]
+    make = make_dataclass("Options", options)
+    assert [*find_field_problems(make())] == []
+    assert len([*find_field_problems(make(**{field: value}))]) == 1
 
 
 @pytest.mark.parametrize("value", [True, 8.0, "8", 0, 4097])

@@ -33,7 +33,7 @@ def plot_loss(
             if not math.isfinite(loss):
                 axes.axvline(step, color="red", linestyle=":", gid="not finite")
                 axes.set_title("dotted: the loss was NaN or infinite")
-    if best:
+    if best is not None:
         axes.axvline(best, color="gray", linestyle="--", label=f"best evaluation: step {best}")
     if saved:
         x_transform = axes.get_xaxis_transform()

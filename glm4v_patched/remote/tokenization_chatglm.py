@@ -365,15 +365,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 sequences[name] = [x[start:] for x, start in zip(values, starts, strict=True)]
         limit = self.truncation_limit(truncation, max_length)
         if limit is not None:
-            if self.truncation_side == "right":
-                sequences = {
-                    name: [x[:limit] for x in values] for name, values in sequences.items()
-                }
-            else:  # not -limit, which may be -0
-                sequences = {
-                    name: [x[max(len(x) - limit, 0) :] for x in values]
-                    for name, values in sequences.items()
-                }
+            on_right = self.truncation_side == "right"
+            for name, values in sequences.items():
+                # x[-limit:] would keep everything if limit is 0.
+                sequences[name] = [
+                    x[:limit] if on_right else x[max(len(x) - limit, 0) :] for x in values
+                ]
         images = self._collect_images(conversations, sequences["input_ids"]) if return_dict else []
         sequences["position_ids"] = [[*range(len(ids))] for ids in sequences["input_ids"]]
         encoding = self.pad_sequences(

@@ -29,6 +29,7 @@ TRAINING = (
     (0, "--rows none.json", "none.json: No such file"),
     (0, "--out none/rows.json", "none does not exist; make it"),
     (0, "--trained qlora", "qlora needs not_there"),
+    (0, "--shortest-text 0", "shortest_text is 0; expected from 1 to text_tokens, which is"),
     (0, "--shortest-text 513", "shortest_text is 513; expected from 1 to text_tokens, which is"),
     (0, "--from-files 9x9 --packed", "packed does not work with from_files"),
 )

@@ -44,7 +44,7 @@ def fail(row, error=OUT_OF_MEMORY):
     return {name: row[name] for name in row if not name.startswith(figures)} | {"error": error}
 
 
-def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path):
+def test_rows_are_added_to_the_file_of_a_link_as_one_array_and_stay_when_the_disk_is_full(tmp_path):
     path, link = tmp_path / "rows.json", tmp_path / "link.json"
     link.symlink_to(path)
     rows = [make_row(micro_batch=1), make_row(micro_batch=2, losses=[float("nan"), 1.5])]
@@ -65,10 +65,18 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
         # The chosen policy replaces the requested one.
         (make_row("full", policies={"language": "every 2"}), {POLICIES: "none, every 2"}),
         (make_row(settings={"compile": False, "fp8": True}), {"method": "ZeRO-3, no compile, fp8"}),
+        (make_row(settings={"stage3_max_live_parameters": 0}), {"live parameters": "0"}),
         (fail(make_row(gpus=1)), {"hardware": "1 GPU", SPEED: "out of memory"}),
         (fail(make_row(), "a|b\nis <none>"), {SPEED: "a|b is <none>"}),
     ],
-    ids=["a frozen tower", "chosen policies", "other settings", "no memory", "an error"],
+    ids=[
+        "a frozen tower",
+        "chosen policies",
+        "other settings",
+        "0 live parameters",
+        "no memory",
+        "an error",
+    ],
 )
 def test_cells_describe_a_row_and_its_error(row, cells):
     assert cells.items() <= cells_of(row).items()
@@ -126,6 +134,14 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
         with pytest.raises(ValueError, match=numbers):
             insert_table("table\n", path)
         assert path.read_text() == text
+
+
+def test_a_table_goes_into_the_page_that_a_link_leads_to(tmp_path):
+    page, link = tmp_path / "page.md", tmp_path / "link.md"
+    page.write_text(f"{BEGIN_MARKER}{END_MARKER}")
+    link.symlink_to(page)
+    insert_table("table\n", link)
+    assert link.is_symlink() and "table" in page.read_text()
 
 
 def test_a_row_s_command_repeats_its_settings():

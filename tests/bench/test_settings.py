@@ -55,12 +55,18 @@ def test_half_of_a_text_is_supervised_and_packing_changes_no_loss(shortest):
         assert int((batch["labels"] != IGNORE_INDEX).sum()) == supervised
     losses = [model(**batch).loss.item() for batch in batches]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("shortest", [None, 10])
+def test_a_batch_is_planned_as_long_as_its_longest_text_or_packed_as_all_together(shortest):
+    config = tiny_model().config
+    padded = TrainingSettings(trained="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
     # An image with its begin and end takes 6 tokens, besides the text tokens.
-    assert benchmark_batch(padded, model.config, 2) == BatchShape(
+    assert benchmark_batch(padded, config, 2) == BatchShape(
         num_sequences=3, sequence_length=26, processes=2
     )
     length = sum(6 + text for text in padded.text_lengths())
-    assert benchmark_batch(packed, model.config, 1) == BatchShape(
+    assert benchmark_batch(replace(padded, packed=True), config, 1) == BatchShape(
         num_sequences=1, sequence_length=length, images_per_sequence=3
     )
 

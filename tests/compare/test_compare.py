@@ -195,6 +195,9 @@ def test_rotations_that_give_almost_the_same_logits_are_not_told_apart():
     assert verdicts(computed(), ours) == set()
     apart = computed(**{"logits image": 0.5e-3})
     assert verdicts(apart, ours) == {("image", "image positions", "undecided")}
+    same = computed()
+    same.tensors[counted] = same.tensors[shared]
+    assert verdicts(computed(), same) == {("image", "image positions", "undecided")}
     # Neither kind of positions gives the logits of the original.
     ours.tensors[shared] = ours.tensors[shared] + 2
     different = {("image", "image positions", "DIFFERENT")}
@@ -227,7 +230,7 @@ def test_no_code_runs_without_the_option_and_a_usable_python(
 @pytest.mark.parametrize(
     ("original_rope", "wrong", "right", "needed"),
     [
-        (True, ("4.41.2", "4.45"), ("4.42.0", "4.44.2"), ">=4.42,<4.45"),
+        (True, ("4.41.2", "4.45"), ("4.42.0", "4.43.0.dev0", "4.44.2"), ">=4.42,<4.45"),
         (False, ("4.41.2",), ("4.44.2", "4.47.1", "4.57.6"), ">=4.42"),  # a cogagent's
     ],
 )
@@ -321,6 +324,12 @@ def test_a_difference_on_a_single_sample_does_not_blame_the_original(change, sam
     beside = {("image", "image positions", "DIFFERENT")} if not sample else set()
     beside |= {("text", "rotation", "DIFFERENT")} if "logits text" in change else set()
     assert different == {line} | beside
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_supervised_tokens_and_not_over_samples():
+    mean_over_samples = computed(**{"loss batch": -0.5})  # of 1 and 3, with 2 and 6 tokens
+    line = "padded batch", "loss, error to samples alone", "OURS IS WRONG"
+    assert verdicts(computed(), mean_over_samples) == {line}
 
 
 NAN, INF = float("nan"), float("inf")

@@ -178,7 +178,7 @@ def test_without_data_boxes_the_cure_is_to_set_it(card):
         assert "set data.boxes" in problem
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", range(1, 9), ids="EXIF orientation {}".format)
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_a_box_lies_where_the_model_sees_the_card(card, orientation, suffix):
     """The file's pixels are rotated or mirrored, and its EXIF entry says how to show them. The box

@@ -149,7 +149,7 @@ def test_a_second_check_decodes_only_new_images(check, write, draw, decoded, any
     assert same == [True, False, False]
 
 
-def test_an_image_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
+def test_an_image_that_changed_is_decoded_once_more(check, write, draw, decoded, any_age):
     image = draw("a.bmp")
     path = write(colors("a.bmp"))
     first, before = check(path).sample_digests, image.stat()
@@ -164,7 +164,8 @@ def test_an_image_that_changed_is_decoded_again(check, write, draw, decoded, any
             os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
             other.rename(image)
         assert image.stat().st_size == before.st_size
-        assert (check(path).sample_digests == first) == (change == "time")
+        for _ in range(2):
+            assert (check(path).sample_digests == first) == (change == "time")
     assert len(decoded) == 4
 
 

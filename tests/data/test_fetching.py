@@ -140,6 +140,12 @@ def test_redirects_are_followed_and_have_an_end(host):
         fetch(f"{url}/a.png")
 
 
+def test_a_relative_redirect_leads_on_from_the_page_that_sent_it(monkeypatch):
+    redirects = {"http://a/x": "http://b/c/d", "http://b/c/d": "e", "http://b/c/e": None}
+    monkeypatch.setattr(fetching, "_get", lambda url, *_: (b"image", redirects[url]))
+    assert fetch("http://a/x") == b"image"
+
+
 def test_the_address_that_was_looked_at_is_connected_to(host, monkeypatch):
     """A name that leads elsewhere when it is asked again, and a proxy."""
     url, handlers = host
@@ -206,7 +212,7 @@ def test_connecting_ends_in_time(monkeypatch):
     assert sum(waited) < 1
 
 
-def test_more_than_is_taken_is_refused_whatever_is_announced(host):
+def test_only_content_above_max_bytes_is_refused_whatever_is_announced(host):
     url, handlers = host
     for head, body, message in (
         (b"\r\n", b"123456", "over 5 bytes"),
@@ -219,6 +225,8 @@ def test_more_than_is_taken_is_refused_whatever_is_announced(host):
         handlers.append(sends(OK + head, body))
         with pytest.raises(ValueError, match=message):
             fetch(url, max_bytes=5)
+    handlers.append(sends(OK + b"\r\n", b"12345"))
+    assert fetch(url, max_bytes=5) == b"12345"
     handlers.append(sends(b"HTTP/1.1 404 No\x1b[31m\r\n\r\n"))
     with pytest.raises(ValueError, match='HTTP 404 "No.*31m"') as error:
         fetch(url)

@@ -280,6 +280,9 @@ def test_images_that_were_moved_are_found_by_their_old_root(folder):
         fields = {"image_root": root, "image_folder": str(folder)}
         first, second = read(folder / "a.jsonl", **fields)
         assert first.images == second.images == [str(folder / "a b.png")]
+
+
+def test_an_old_root_is_not_the_beginning_of_a_longer_name(folder):
     (folder / "a.jsonl").write_text(line("/mnt/older/a b.png"))
     with pytest.raises(ValueError, match="/mnt/older/a b.png does not exist"):
         read(folder / "a.jsonl", image_root="/mnt/old", image_folder=str(folder))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from glm4v_patched.data import check, text_rows
+from glm4v_patched.data import check, forked, text_rows
 from glm4v_patched.data.forked import run_forked
 from glm4v_patched.data.rows import iter_rows
 from glm4v_patched.data.source import DataSource
@@ -81,11 +81,19 @@ def test_processes_share_only_large_files_of_text(tmp_path, monkeypatch, changes
     assert check.num_reading_processes([DataSource(str(path))]) == 1
 
 
-def test_items_are_counted_and_the_first_error_is_raised_as_it_was():
+def test_each_item_is_counted_once_however_often_the_processes_are_asked(monkeypatch):
     counts: list[int] = []
-    run_forked(lambda number, report: report(number + 5), 3, counts.append)
-    assert sum(counts) == 18
+    monkeypatch.setattr(forked, "POLL_SECONDS", 0.01)
 
+    def work(number, report):
+        report(number + 5)
+        time.sleep(0.3)
+
+    run_forked(work, 3, counts.append)
+    assert sum(counts) == 18 and len(counts) > 1
+
+
+def test_the_first_error_is_raised_as_it_was():
     def fail(number, report):
         if number == 1:
             raise ValueError("a.jsonl: 0 conversations")
@@ -93,7 +101,7 @@ def test_items_are_counted_and_the_first_error_is_raised_as_it_was():
 
     started = time.monotonic()
     with pytest.raises(ValueError, match="0 conversations"):
-        run_forked(fail, 2, counts.append)
+        run_forked(fail, 2, int)
     assert time.monotonic() - started < 30  # the other one is not waited for
 
 

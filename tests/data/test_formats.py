@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from glm4v_patched.data.messages import images_of, text_of
+from glm4v_patched.data.messages import check_messages, images_of, text_of
 from glm4v_patched.data.rows import (
     iter_rows,
     read_conversations,
@@ -309,11 +309,11 @@ def test_what_is_wrong_is_told_once_with_all_rows_and_up_to_20_faults(tmp_path):
     human = [row(*[said("human"), ANSWER] * n) for n in (1, 2, 3)]
     often = [line for n in range(20) for line in ("[]", f'{{"k{n}": 1}}')]
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join([GOOD, *["5"] * 23, GOOD, "6", *human, *often]))
+    path.write_text("\n".join([GOOD, *["5"] * 23, GOOD, "6", *human, *often, often[-1]]))
     with pytest.raises(ValueError) as refused:
         read_conversations(path)
     first, *lines, last = str(refused.value).splitlines()
-    assert first == f"{path}: 67 of 69 rows cannot be used:" and last == "  and 6 more"
+    assert first == f"{path}: 68 of 70 rows cannot be used:" and last == "  and 7 more"
     assert lines[0].endswith("; also 3, 4, 5, 6, 7, 8, 9, 10 and 14 more") and len(lines) == 20
     (tmp_path / "a.json").write_text(f"[{GOOD}, 5, 5]")
     with pytest.raises(ValueError, match=r"a\.json, row 2: is 5; expected .*; also 3$"):
@@ -352,10 +352,20 @@ def test_written_conversations_replace_no_file_unless_told(tmp_path):
     assert path.read_text() == GOOD + "\n"
 
 
-def test_a_weight_that_is_no_number_is_refused():
-    for value in (None, {}, True, "2"):
-        with pytest.raises(ValueError, match="weight is .*; expected a number above 0"):
-            make_sources([{"path": "a.jsonl", "weight": value}], {})
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weight", value) for value in (None, {}, True, "2", 0)]
+    + [("max_samples", value) for value in (True, 0, 1.5)],
+)
+def test_a_field_of_a_set_that_is_no_number_above_0_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} is .*; expected an? (number|integer) above 0"):
+        make_sources([{"path": "a.jsonl", field: value}], {})
+
+
+def test_an_empty_path_in_a_part_is_no_placeholder_of_the_rows_image():
+    parts = [{"type": "image", "image": ""}, {"type": "text", "text": "q"}]
+    with pytest.raises(ValueError, match="the row has 1 images, but its messages have 0 image"):
+        check_messages([said("user", parts), ANSWER], images=["a.png"])
 
 
 def test_a_first_line_longer_than_what_is_looked_at_is_a_row_whatever_lists_it_has(folder):

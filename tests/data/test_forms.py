@@ -152,11 +152,17 @@ def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tm
     columns = {"question": "q", "answer": "a", "image": "img"}
     images = [row.images for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
     assert images == [[], [str(tmp_path / image)]]
-    _, images = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
-    assert '"img" ("images' in images.text
     for name in ("img", "img.path"):
         with pytest.raises(ValueError, match=f'"{name}" is in both columns and ignore'):
             read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
+
+
+@pytest.mark.parametrize("mapped", ["img_path", "im"])
+def test_an_unmapped_column_is_refused_beside_a_mapped_one_of_a_similar_name(tmp_path, mapped):
+    columns = {"question": "q", "answer": "a", "image": mapped}
+    row = {"q": "x", "a": "y", "img": "images/a.png"}
+    (result,) = read(tmp_path / "a.jsonl", [row], columns=columns)
+    assert isinstance(result, RowProblem) and '"img" ("images/a.png")' in result.text
 
 
 def test_columns_that_cannot_be_are_refused(words, capsys):
@@ -182,12 +188,13 @@ def test_columns_that_cannot_be_are_refused(words, capsys):
         ('q,a\n"x" y,b\nz,c\n', [(2, "not CSV (',' expected after '\"'): inside"), (3, "z c")]),
         ('q,a\nx,b\n"y,c\nz,d', [(2, "x b"), (3, "not CSV (unexpected end of data)")]),
         ('sep=|\r\nq|a\r\n"x,|\r\ny"|b;\r\nz|c\r\n', [(3, "x,|\r\ny b;"), (5, "z c")]),
+        ('"x,y,z";q;a\n;what;b\n', [(2, "what b")]),  # commas in the name of an empty column
         (
             b"q,a\n\xc4\xe3,b\n",
             [(2, 'is not UTF-8: its first byte above 0x7f, 0xc4, is in the word "你" in')],
         ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
     rows = read(tmp_path / "a.csv", text, columns={"question": "q", "answer": "a"})

@@ -104,7 +104,7 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
         read_conversations(source.path)
 
 
-def test_the_class_of_a_row_without_one_is_no_name(tmp_path):
+def test_a_class_of_minus_1_is_refused(tmp_path):
     """``datasets`` writes -1 for it."""
     features = datasets.Features({"q": datasets.Value("string"), "a": datasets.ClassLabel(2)})
     table = datasets.Dataset.from_dict({"q": ["a"], "a": [-1]}, features=features)

@@ -107,6 +107,10 @@ def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context, w
     assert samples == {(image.tobytes(), answer) for image, answer in expected}
 
 
+def test_a_buffer_of_fewer_places_than_sets_has_one_for_each(rows):
+    assert len(taken(StreamDataset([rows] * 3, 1, buffer=2), 30)) == 30
+
+
 def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_buffer_has_places(
     rows, tmp_path, monkeypatch
 ):
@@ -162,7 +166,7 @@ def same(batch: dict, other: dict) -> bool:
     return batch.keys() == other.keys() and all(torch.equal(batch[k], other[k]) for k in other)
 
 
-def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, streamed):
+def test_only_rows_of_more_tokens_than_memory_was_planned_for_are_not_batched(collator, streamed):
     rows = streamed(turns("a", image="whole.png"), turns("b"))
     want = collator.collator([row.messages for row in rows])
     longest = want["input_ids"].shape[1]  # of the row with an image

@@ -77,7 +77,7 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert "in step 1 (learning rate" in run.watch.verdict
 
 
-def test_of_two_streaks_since_the_last_look_the_first_is_named():
+def test_bad_steps_end_the_run_although_good_ones_follow_and_the_first_streak_is_named():
     run = Run(limit=2, logs=False)
     for loss in (1.0, NAN, NAN, 1.0, NAN, NAN):
         run.step(loss)

@@ -1,6 +1,7 @@
 """Rows for evaluation: their loss in training.json, the best weights, an early end."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune import evaluation, trainer
+from glm4v_patched.finetune import evaluation, trainer, worker
 from glm4v_patched.finetune.checkpoints import (
     ResumeFingerprint,
     data_changes,
@@ -23,13 +24,14 @@ from glm4v_patched.finetune.checkpoints import (
 )
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
-from glm4v_patched.finetune.plan import Plan, check_data, digest_rows
+from glm4v_patched.finetune.plan import Plan, check_data, digest_rows, make_plan
 from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.loading import load_with_processor
+from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import train_here
@@ -111,8 +113,8 @@ def test_the_rows_that_are_answered_are_spread_over_all_that_fit():
         conversations=lambda: [[{"role": "user", "content": "q"}]] * 8,
         sample_labels=range(8),
     )
-    sample = evaluation.EvalGenerations(checked, None, Path(), 3, TOKENS, 2, max_positions=10)
-    assert sample.row_labels == [1, 3, 6]
+    sample = evaluation.EvalGenerations(checked, None, Path(), 4, TOKENS, 2, max_positions=10)
+    assert sample.row_labels == [1, 2, 5, 6]
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(
@@ -259,6 +261,17 @@ def test_rows_for_evaluation_count_with_each_field_by_which_they_decide(
     )
     rows = Plan.fingerprint(cast(Any, plan), check_data(resolve_recipe(base_recipe))).rows
     assert (rows.evaluated is not None) is decides
+
+
+def test_an_image_that_changed_before_it_is_evaluated_is_refused(base_recipe, tmp_path):
+    data = shutil.copytree(Path(base_recipe.data.train).parent, tmp_path / "drawn")
+    job = resolve_recipe(base_recipe.override({"data.train": str(data / "train.jsonl")}))
+    checked, processor = check_data(job), ChatGLMProcessor.from_pretrained(base_recipe.model)
+    rows = worker._eval_rows(make_plan(job, Placement(1, on_cpu=True), checked), checked, processor)
+    [conversation, *_] = rows["eval_dataset"]
+    Path(conversation[0]["image"]).write_bytes(b"changed")
+    with pytest.raises(ValueError, match="has changed since the training began"):
+        rows["eval_collator"]([conversation])
 
 
 @pytest.mark.parametrize(("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2)])

@@ -135,6 +135,16 @@ def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_emp
     assert (tmp_path / "adapter_config.json").exists() and not (tmp_path / "config.json").exists()
 
 
+@pytest.mark.parametrize("trained", ["lm", "lora_lm"])
+def test_saved_weights_have_the_mode_of_other_new_files(trained, build_tiny, tmp_path):
+    model = build_tiny(**{"trained": trained, "engine.zero_stage": 0})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    RecipeTrainer(model, LoopOptions(), args=arguments, data_collator=list).save_model()
+    (tmp_path / "new").touch()
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir() if path.is_file()}
+    assert {*modes.values()} == {modes["new"]}, modes
+
+
 def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monkeypatch):
     name = "our-org/glm-4v-tiny"
     with LocalHub() as hub:

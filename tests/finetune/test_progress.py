@@ -69,7 +69,9 @@ def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(
     assert "%|" not in trained
 
 
-def test_a_line_says_how_fast_the_steps_since_the_last_one_were(monkeypatch, tmp_path, capsys):
+def test_a_line_has_the_speed_since_the_last_one_without_evaluations_and_checkpoints(
+    monkeypatch, tmp_path, capsys
+):
     steps = Steps(monkeypatch, tmp_path)
     for seconds in (60, 2, 6, 9):  # first layers are compiled, workers start
         steps.step(seconds)
@@ -96,6 +98,8 @@ def test_a_plot_has_both_losses_the_checkpoints_the_best_step_and_bad_ones(tmp_p
     history = [{"step": step, "loss": 3.0 / step} for step in range(1, 2000)]
     history += [{"step": 2000, "loss": "nan"}]
     history += [{"step": step, "eval_loss": 0.1} for step in (1000, 2000)]
+    plot_loss(history, tmp_path / "loss.png", best=0)  # with eval_on_start
+    assert "best evaluation: step 0" in figures.pop().axes[0].get_legend_handles_labels()[1]
     plot_loss(history, tmp_path / "loss.png", saved=[500, 1000], best=1000)
     (axes,) = figures[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}

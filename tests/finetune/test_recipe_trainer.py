@@ -79,15 +79,24 @@ def test_evaluation_has_batches_of_its_own_or_those_of_training():
 
 def test_what_is_done_at_the_end_of_an_epoch_is_done_by_steps():
     """An epoch has 99 steps."""
-    epochs = trainer(save_strategy="epoch", logging_strategy="epoch", eval_delay=2)
+    epochs = trainer(save_strategy="epoch", logging_strategy="epoch")
     assert (epochs.save_every(99), epochs.eval_every(99), epochs.log_every(5000, 99)) == (99,) * 3
-    assert epochs.eval_delay(99) == 198
-    fields_by_step = {"save_steps": 4, "eval_steps": 5, "eval_delay": 2}
+    fields_by_step = {"save_steps": 4, "eval_steps": 5}
     by_steps = {f"trainer.{name}": value for name, value in fields_by_step.items()}
     steps = recipe(by_steps | {"data.eval": 0.1}).trainer
-    assert (steps.save_every(99), steps.eval_every(99), steps.eval_delay(99)) == (4, 5, 2)
+    assert (steps.save_every(99), steps.eval_every(99)) == (4, 5)
     assert (steps.log_every(300, 99), trainer(logging_steps=7).log_every(300, 99)) == (6, 7)
     assert trainer(save_strategy="no").save_every(99) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "delay"),
+    [({}, 198), ({"eval_strategy": "epoch"}, 198), ({"eval_steps": 5}, 2)],
+    ids=["default", "epoch", "steps"],
+)
+def test_eval_delay_counts_epochs_unless_evaluations_come_by_steps(fields, delay):
+    values = {f"trainer.{name}": value for name, value in (fields | {"eval_delay": 2}).items()}
+    assert recipe(values | {"data.eval": 0.1}).trainer.eval_delay(99) == delay
 
 
 def test_every_number_has_its_range():

@@ -45,6 +45,9 @@ def test_what_deepspeed_writes_is_loaded_as_it_was(engine, file):
         "shapes": [torch.Size([2, 3])],
     }
     engine.save(written, file)
+    with pytest.raises(ZeroDivisionError), loading_safely():
+        _ = 1 / 0
+    assert TorchCheckpointEngine.load is load
     with loading_safely():
         loaded = engine.load(file, map_location="cpu")
         elsewhere = engine.load(file, map_location="meta")

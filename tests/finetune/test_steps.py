@@ -82,6 +82,7 @@ BEST_BY_STEPS = {"load_best_model_at_end": True, "save_steps": 20, "eval_steps":
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 20},
         {"load_best_model_at_end": True, "save_strategy": "epoch"},  # of 20 steps
     ],
+    ids=["best by steps", "patience", "saving the best", "a schedule", "best by epochs"],
 )
 def test_what_needs_evaluations_is_refused_where_the_first_comes_after_the_end(needs):
     evaluations(20, 20, **needs)
@@ -97,10 +98,14 @@ def test_rows_that_are_only_evaluated_at_the_end_are_and_never_is_refused():
     evaluations(10, 20)
     evaluations(10, 20, eval_steps=20)
     evaluations(10, 20, eval_strategy="no", eval_on_start=True)
-    with pytest.raises(ValueError, match="eval_delay is 2, which is 40 steps, and the run has 10"):
-        evaluations(10, 20, eval_delay=2)
     with pytest.raises(ValueError, match=r"data\.eval, held_out\.jsonl, has no row"):
         evaluations(10, 20, rows=0)
+
+
+def test_eval_delay_may_be_as_long_as_the_run_and_no_longer():
+    evaluations(40, 20, eval_delay=2)
+    with pytest.raises(ValueError, match="eval_delay is 2, which is 40 steps, and the run has 39"):
+        evaluations(39, 20, eval_delay=2)
 
 
 def ended(run_recipe) -> dict:

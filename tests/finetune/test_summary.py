@@ -90,15 +90,24 @@ def test_memory_outside_of_torch_is_left_out_of_what_is_shown_as_free():
     assert describe_memory(plan) == "5.0 GiB on each GPU, of 20.0 GiB that are free"
 
 
-def test_only_the_processes_of_this_machine_share_its_cores_and_shared_memory(mine, monkeypatch):
-    sharing: list[int] = []
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_memory_is_planned_for_accumulated_gradients_where_there_are_some(mine, accumulation):
+    job = resolve_recipe(mine.override({"trainer.gradient_accumulation_steps": accumulation}))
+    plan = make_plan(job, Placement(1, on_cpu=True), check_data(job))
+    assert plan.batch.accumulates is (accumulation > 1)
+
+
+def test_workers_are_planned_for_all_images_of_a_batch_and_the_processes_of_this_machine(
+    mine, monkeypatch
+):
+    sharing: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        planning, "loader_options", lambda fields, processes, *_: sharing.append(processes) or {}
+        planning, "loader_options", lambda _, *sizes: sharing.append(sizes[:2]) or {}
     )
-    job = resolve_recipe(mine)
+    job = resolve_recipe(mine.override({"trainer.per_device_train_batch_size": 3}))
     for placement in (Placement(4, local_processes=2, on_cpu=True), Placement(4, on_cpu=True)):
         make_plan(job, placement, check_data(job))
-    assert sharing == [2, 4]
+    assert sharing == [(2, 3), (4, 3)]
 
 
 def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):

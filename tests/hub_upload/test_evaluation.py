@@ -39,7 +39,7 @@ def build(run, tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "kind"), [("our-org/shapes", "our-org/shapes"), ("drawn shapes", "private")]
 )
-def test_the_hub_reads_the_scores(dataset, kind, evaluated, build, run, tmp_path):
+def test_the_hub_reads_all_scores_also_those_of_0(dataset, kind, evaluated, build, run, tmp_path):
     folder, metrics = evaluated
     status, output = build(folder, "--evaluation", metrics, "--evaluated-on", dataset)
     assert status == 0, output
@@ -47,7 +47,8 @@ def test_the_hub_reads_the_scores(dataset, kind, evaluated, build, run, tmp_path
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     expected = {n: report[n] for name in names for n in (name, f"{name}_swapped")}
     results = card.data.eval_results
-    assert {r.metric_type: r.metric_value for r in results} == expected and len(expected) >= 4
+    assert {r.metric_type: r.metric_value for r in results} == expected
+    assert len(expected) >= 4 and 0 in expected.values()
     assert card.data.model_name == NAME.split("/")[1]
     for result in results:
         assert (result.dataset_name, result.dataset_type) == (dataset, kind)
@@ -65,6 +66,16 @@ def test_a_build_from_a_build_keeps_them(evaluated, build, run, tmp_path):
     built = tmp_path / "out"
     assert run("build", "--weights", built, "--out", tmp_path / "again", "--name", NAME)[0] == 0
     assert as_files(tmp_path / "again") == as_files(built)
+
+
+def test_a_build_of_other_weights_beside_an_old_manifest_has_no_scores(evaluated, build, tmp_path):
+    folder, metrics = evaluated
+    assert build(folder, "--evaluation", metrics, "--evaluated-on", "shapes")[0] == 0
+    other = shutil.copytree(tmp_path / "out", tmp_path / "other")  # a build links its weights
+    shutil.rmtree(tmp_path / "out")
+    flip(next(other.glob("*.safetensors")))
+    assert build(other)[0] == 0
+    assert json.loads((tmp_path / "out" / MANIFEST).read_text())["evaluation"] is None
 
 
 def test_scores_of_other_weights_are_refused(evaluated, build, tmp_path):

@@ -78,11 +78,12 @@ def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
         assert status == 1 and message in output and str(arguments[-1]) in output
 
 
-def test_a_client_that_is_too_old_is_reported_with_the_cure(run, built, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
+@pytest.mark.parametrize("version", ["1.32.9", "1.4.0"])
+def test_a_client_that_is_too_old_is_reported_with_the_cure(version, run, built, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.__version__", version)
     status, output = run("verify", built)
     assert status == 1
-    assert "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
+    assert f"huggingface_hub {version} is installed, but 1.33 or newer is needed" in output
     assert "pip install -U huggingface_hub" in output
 
 
@@ -274,17 +275,20 @@ def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(co
 
 ENDS = {
     "raise MemoryError('no room')": "ended with status 1: MemoryError: no room",
-    "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "ended with status 1: []",
     "import time; time.sleep(99)": "was stopped after 0.3 s",
 }
 
 
-@pytest.mark.parametrize("program", ENDS)
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_TOKEN"])
+def test_published_code_gets_no_token(name, built, monkeypatch, load_check):
+    load_check(f"sys.exit(str(os.environ.get({name!r})))")
+    monkeypatch.setenv(name, "secret")
+    assert by_name(verify(str(built)))["loads"].detail.endswith("ended with status 1: None")
+
+
+@pytest.mark.parametrize("program", ENDS, ids=["fails", "does not end"])
 def test_a_process_that_fails_or_does_not_end_is_reported(program, built, monkeypatch, load_check):
-    """It gets no token."""
     load_check(program)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.setenv(name, "hf_secret")
     if "sleep" in program:
         monkeypatch.setattr(checks, "LOAD_TIMEOUT_S", 0.3)
     report = verify(str(built))
@@ -332,6 +336,16 @@ def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
     assert f"the Hub will copy them from {UPSTREAM}@{head}" in details["weights"]
     assert "55 weights, compared with the index" in details["weights"]
     assert "gradients" in details["loads"]
+
+
+def test_a_repository_without_its_weights_fails_although_another_one_has_them(
+    hub, original, in_process, tmp_path
+):
+    head = hub.add_repository(UPSTREAM, as_files(original)).head
+    build_model_repository(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
+    hub.add_repository(NAME, as_files(tmp_path / "out"))
+    report = verify(NAME)
+    assert report.failures == ["weights"] and "missing: " in by_name(report)["weights"].detail
 
 
 def test_a_tokenizer_of_the_real_size_is_read_and_no_weights_are():
