@@ -17,7 +17,7 @@ from glm4v_patched.models.base import TRAINING_REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe, write_recipe
 
-ROW = {name: 0 for name in SCHEMA.names} | {"images": [], "digest": bytes(32), "problem": None}
+ROW = {name: 0 for name in SCHEMA.names} | {"images": [], "text_digest": bytes(32), "problem": None}
 ROW["messages"] = "[]" * 5000
 
 WRITERS = {

@@ -5,7 +5,7 @@ The check stores the rows in a file (:mod:`stored_rows`), and returns a descript
 (:class:`checked_data.CheckedData`). It caches which images were decoded without a problem
 (:mod:`check_cache`). Such an image is decoded again only after its file has changed.
 
-In memory are only one batch of rows at a time, and the paths of all images.
+Memory contains only one batch of rows at a time, and the paths of all images.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ from .workers import count_cores
 
 # The cache is written after this many images, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
-# Limit of a row's JSON, which takes a second to tokenize. The model's context length does not limit
-# the characters of a row, because one token may stand for 100 blanks.
+# Limit of a row's JSON: to tokenize this many characters takes a second. The model's context length
+# does not limit the characters of a row, because one token may stand for 100 blanks.
 MAX_JSON_CHARACTERS = 2**20
 # A file that changes twice within one tick of its file system's clock has the same time after both
 # changes. Therefore no result is cached for a file that has changed within this time.
@@ -119,19 +119,20 @@ def check_sources(
     eval_sources = () if evaluate is None or isinstance(evaluate, float) else evaluate
     collator = ConversationCollator(processor)
     image_cache = image_cache or default_cache_path()
-    if num_precheck is not None:  # in a stream, weights affect only the sampling
+    if num_precheck is not None:  # weights of a stream are probabilities, and repeat no row
         sources = [replace(source, weight=1.0) for source in sources]
-    results = [_read_sources(sources, collator, image_cache, num_precheck)]
+    rows_folder = image_cache and image_cache.parent
+    splits = [_read_sources(sources, collator, rows_folder, num_precheck)]
     if eval_sources:
-        results.append(_read_sources(eval_sources, collator, image_cache))
-    _require_sufficient_weights(sources, results[0].rows)  # before images are decoded
-    paths = [path for result in results for path in _image_paths(result.rows)]
+        splits.append(_read_sources(eval_sources, collator, rows_folder))
+    _require_sufficient_weights(sources, splits[0].rows)  # before images are decoded
+    paths = [path for split in splits for path in _image_paths(split.rows)]
     checks = _check_images(paths, image_cache)
-    results = [_find_problems(result, checks, max_positions, pack_to) for result in results]
-    _report_problems(results, on_bad)
-    # Data to evaluate on is the share that is held out, or comes from eval_sources.
+    splits = [_find_problems(split, checks, max_positions, pack_to) for split in splits]
+    _report_problems(splits, on_bad)
+    # The second item, if any, is for evaluation: the rows held out, or those of eval_sources.
     checked, *evaluation = [
-        data for result in results for data in _split_held_out(result, checks, pack_to, eval_share)
+        data for split in splits for data in _separate_held_out(split, checks, pack_to, eval_share)
     ]
     _require_sufficient_weights(sources, checked.rows)
     if not evaluation:
@@ -139,6 +140,7 @@ def check_sources(
     unweighted = tuple(replace(source, weight=1.0) for source in evaluation[0].sources)
     evaluated = replace(evaluation[0], sources=unweighted)
     _require_train_and_eval(checked, evaluated, eval_share)
+    # The value of data.eval. Resuming is an error if it has changed.
     eval_option = [source.path for source in eval_sources] if eval_share is None else eval_share
     return replace(checked, eval=evaluated, eval_option=eval_option)
 
@@ -152,8 +154,8 @@ def require_images(path: str | Path | DataSource, image_cache: Path | None = Non
     rows = [row for row in iter_rows(path, for_training=False) if isinstance(row, ConversationRow)]
     paths = [path for row in rows for path in row.images]
     checks = _check_images(paths, image_cache or default_cache_path())
-    results = [(row.line, _find_images_problem(row.images, checks)) for row in rows]
-    if problems := [RowProblem(line, text) for line, text in results if text is not None]:
+    texts = [(row.line, _find_images_problem(row.images, checks)) for row in rows]
+    if problems := [RowProblem(line, text) for line, text in texts if text is not None]:
         text = describe_problems(path, problems, len(rows))
         raise ValueError(f"{text}\n{ROWS_CURE}")
 
@@ -161,15 +163,14 @@ def require_images(path: str | Path | DataSource, image_cache: Path | None = Non
 def _read_sources(
     sources: DataSources,
     collator: ConversationCollator,
-    image_cache: Path | None,
+    folder: Path | None,
     num_precheck: int | None = None,
 ) -> _SourceRows:
-    """Read and measure the rows of sources, at most ``num_precheck`` of each. Their problems are
-    found later (:func:`_find_problems`)."""
+    """Read and measure the rows of sources, at most ``num_precheck`` of each, and store them in
+    ``folder``. :func:`_find_problems` finds their problems later."""
     is_streamed = num_precheck is not None
     paths = [] if is_streamed else [path for source in sources for path in source.files]
     files = [*map(FileStamp.of, paths)]
-    folder = image_cache and image_cache.parent
     processes = 1 if is_streamed else num_reading_processes(sources)
     if processes == 1:
         rows = store_rows(_all_measured_batches(sources, collator, num_precheck), folder)
@@ -203,7 +204,7 @@ def _measured_batches(
         conversations = [batch[index].messages for index in usable]  # type: ignore[union-attr]
         sizes = measure_conversations(conversations, collator)
         for index, size in zip(usable, sizes, strict=True):
-            stored[index] |= {"problem": size} if isinstance(size, str) else size._asdict()
+            stored[index] |= size._asdict() if isinstance(size, SampleSize) else {"problem": size}
         yield stored
 
 
@@ -273,7 +274,7 @@ def _report_progress(
 
 
 def _stored_row(row: ConversationRow | RowProblem, source_index: int) -> dict[str, Any]:
-    """Return a row in the form in which it is stored; its fields of :class:`SampleSize` are 0."""
+    """Return a row in the form in which it is stored, with a :class:`SampleSize` of zeros."""
     messages = [] if isinstance(row, RowProblem) else row.messages
     # The digest must not depend on the order of a message's keys. The keys in "tools" keep their
     # order, because the template writes them in this order.
@@ -289,7 +290,7 @@ def _stored_row(row: ConversationRow | RowProblem, source_index: int) -> dict[st
         "images": images,
         "source": source_index,
         "line": row.line,
-        "digest": hashlib.sha256(text_without_images.encode()).digest(),
+        "text_digest": hashlib.sha256(text_without_images.encode()).digest(),
         "problem": problem,
         **dict.fromkeys(SampleSize._fields, 0),
     }
@@ -340,13 +341,13 @@ def _require_sufficient_weights(sources: DataSources, rows: StoredRows) -> None:
 
 
 def _find_problems(
-    result: _SourceRows, checks: dict[str, ImageCheck], max_positions: int, pack_to: int | None
+    split: _SourceRows, checks: dict[str, ImageCheck], max_positions: int, pack_to: int | None
 ) -> _SourceRows:
     """Return the rows with their problems, and with the indices of the usable rows."""
-    problems: list[list[RowProblem]] = [[] for _ in result.sources]
+    problems: list[list[RowProblem]] = [[] for _ in split.sources]
     usable = []
     columns = ("source", "line", "problem", "images", *SampleSize._fields)
-    values = iter_values(result.rows, *columns)
+    values = iter_values(split.rows, *columns)
     for index, (source, line, problem, paths, *size) in enumerate(values):
         problem = problem or _find_images_problem(paths, checks)
         problem = problem or find_size_problem(
@@ -356,49 +357,49 @@ def _find_problems(
             usable.append(index)
         else:
             problems[source].append(RowProblem(line, problem))
-    return result._replace(problems=problems, usable=usable)
+    return split._replace(problems=problems, usable=usable)
 
 
-def _report_problems(results: list[_SourceRows], on_bad: Literal["fail", "skip"]) -> None:
+def _report_problems(splits: list[_SourceRows], on_bad: Literal["fail", "skip"]) -> None:
     """Print problems of rows if these rows are skipped, else raise them as ``ValueError``."""
     reports = []
-    for result in results:
-        num_rows = _rows_per_source(result.sources, result.rows)
-        for source, problems, count in zip(result.sources, result.problems, num_rows, strict=True):
+    for split in splits:
+        num_rows = _rows_per_source(split.sources, split.rows)
+        for source, problems, count in zip(split.sources, split.problems, num_rows, strict=True):
             if problems:
                 reports.append(describe_problems(source, problems, count))
     if not reports:
         return
     text = "\n".join(reports)
-    if not all(result.usable for result in results):
+    if not all(split.usable for split in splits):
         raise ValueError(f"{text}\n{ROWS_CURE}")
     if on_bad == "fail":
         raise ValueError(f"{text}\n{ROWS_CURE}. To skip these rows, set data.on_bad: skip")
     print(f"{text}\nthese rows are skipped", flush=True)
 
 
-def _split_held_out(
-    result: _SourceRows,
+def _separate_held_out(
+    split: _SourceRows,
     checks: dict[str, ImageCheck],
     pack_to: int | None,
     eval_share: float | None,
 ) -> Iterator[CheckedData]:
-    """Yield the usable rows. With ``eval_share``, they are split: the rows to train on are yielded
-    first, and then those that are held out."""
-    rows = result.rows.select(result.usable)
+    """Yield the usable rows. With ``eval_share``, yield first the rows to train on, and then those
+    that are held out."""
+    rows = split.rows.select(split.usable)
     held_out = np.zeros(len(rows), bool)
     if eval_share is not None:
         held_out[:] = [_is_held_out(digest, eval_share) for digest in row_digests(rows, checks)]
-    skipped = sum(map(len, result.problems))
+    skipped = sum(map(len, split.problems))
     for is_eval in (False,) if eval_share is None else (False, True):
         selected = rows.select(np.flatnonzero(held_out == is_eval))
         paths = dict.fromkeys(_image_paths(selected))
         yield CheckedData(
-            sources=tuple(result.sources),
-            files=tuple(result.files),
+            sources=tuple(split.sources),
+            files=tuple(split.files),
             pack_to=pack_to,
             rows=selected,
-            images=tuple(FileStamp(path, *checks[path][:4]) for path in paths),
+            images=tuple(FileStamp(path, *checks[path][:-1]) for path in paths),  # without problem
             skipped=0 if is_eval else skipped,
         )
 
@@ -452,7 +453,7 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
                 progress.update()
                 checks[path] = check
                 if check.problem is None and max(check.mtime_ns, check.ctime_ns) < cacheable_before:
-                    unsaved[keys[path]] = check[:4]
+                    unsaved[keys[path]] = check[:-1]  # without problem
                 if len(unsaved) == CACHE_WRITE_INTERVAL:
                     cache.put(unsaved)
                     unsaved = {}
@@ -461,7 +462,7 @@ def _check_images(paths: Iterable[str], image_cache: Path | None) -> dict[str, I
 
 
 def _image_key(path: str) -> str:
-    """Return the key of an image's check in the cache. Other versions have other keys."""
+    """Return the cache key of an image's check, with the versions of the check and of Pillow."""
     path_digest = hashlib.sha256(os.fsencode(path)).hexdigest()
     return f"image {CHECK_VERSION} {PIL.__version__} {path_digest}"
 

@@ -320,6 +320,6 @@ def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
     Args:
         images: Stamps or checks of the images, which have the attribute ``sha256``, by path.
     """
-    for text_digest, paths in iter_values(rows, "digest", "images"):
+    for text_digest, paths in iter_values(rows, "text_digest", "images"):
         image_digests = "".join(images[path].sha256 for path in paths).encode()
         yield hashlib.sha256(text_digest + image_digests).hexdigest()

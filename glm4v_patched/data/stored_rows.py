@@ -31,7 +31,7 @@ SCHEMA = pa.schema(
         "images": pa.list_(pa.string()),  # paths, in order
         "source": pa.int32(),  # index of the source
         "line": pa.int64(),
-        "digest": pa.binary(),  # sha256 of the messages without their images
+        "text_digest": pa.binary(),  # sha256 of the messages without their images
         "tokens": pa.int32(),
         "position_ids": pa.int32(),
         "num_images": pa.int32(),

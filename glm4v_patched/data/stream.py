@@ -30,7 +30,7 @@ from .source import DataSource
 ROW_PROBLEMS, UNREADABLE_SOURCES = "row_problems", "unreadable"
 """Keys of a batch with lists of messages. The first has the problems of rows that were dropped from
 the batch. The second has the reasons why sources cannot be read further, which must end the run."""
-# Replaces the rows of a batch of which none can be used.
+# Replaces a batch without usable rows.
 UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
@@ -42,13 +42,13 @@ class StreamedRow(NamedTuple):
 
     Attributes:
         location: The row's file and line, for messages.
-        is_last: Whether the source cannot be read further because of this problem.
+        ends_source: Whether the source cannot be read further because of this problem.
     """
 
     messages: list[dict]
     location: str
     problem: str | None = None
-    is_last: bool = False
+    ends_source: bool = False
 
 
 class StreamDataset(IterableDataset):
@@ -59,7 +59,7 @@ class StreamDataset(IterableDataset):
         batch_size: Rows of a batch; each worker process yields the rows of complete batches.
         shard: ``(k, n)``: this is training process k of n, and yields every n-th row.
         buffer_size: Number of rows in the shuffle buffers of all sources together.
-        num_used: Number of rows that this process has used before a run is resumed.
+        num_used: Number of rows that this process used before the run was resumed.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class StreamDataset(IterableDataset):
             line, _, problem = str(error).removeprefix(source.path).partition(": ")
             location += line
         while cannot_continue:
-            yield StreamedRow([], location, problem, is_last=True)
+            yield StreamedRow([], location, problem, ends_source=True)
 
 
 class StreamingCollator:
     """Collates rows that were not checked before the training.
 
-    A row that cannot be used is dropped from its batch, which has the row's problem under
+    A row that cannot be used is dropped. The batch has a list of these rows' problems under
     :data:`ROW_PROBLEMS` or :data:`UNREADABLE_SOURCES`. If no row remains, the batch has a
     conversation without supervised tokens, because all processes must take the step.
 
@@ -167,7 +167,7 @@ class StreamingCollator:
         problems: dict[str, list[str]] = {ROW_PROBLEMS: [], UNREADABLE_SOURCES: []}
         for row, problem in checked:
             if problem is not None:
-                key = UNREADABLE_SOURCES if row.is_last else ROW_PROBLEMS
+                key = UNREADABLE_SOURCES if row.ends_source else ROW_PROBLEMS
                 problems[key].append(f"{row.location}: {problem}")
         return batch | problems
 

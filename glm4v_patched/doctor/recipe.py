@@ -12,7 +12,7 @@ from ..finetune.job import resolve_recipe
 from ..finetune.launch import require_model
 from ..finetune.preflight import validate_recipe
 from ..finetune.recipe.file import RecipeError
-from ..finetune.run_folder import require_lockable, require_usable
+from ..finetune.run_folder import check_run_folder, require_lockable
 from ..models.base import ModelSource
 from ..models.placement import Device
 from ..terminal_text import pluralize
@@ -65,7 +65,7 @@ def check_recipe(
     job = resolve_recipe(recipe)
     with errors_as_findings("folder (out)"):
         require_lockable(job.out)
-        require_usable(job.out, job.inputs, job.trainer.length, job.has_adapters)
+        check_run_folder(job.out, job.inputs, job.trainer.run_length, job.has_adapters)
         text = f"{job.out} is writable and contains no run"
         findings.append(Finding("folder (out)", OK, text))
     with errors_as_findings("model"):

@@ -7,8 +7,8 @@ last, once the files of every process are on the disk. The manifest lists the fi
 and digests, and the fingerprint that a resumed run must match.
 
 A manifest reveals unfinished checkpoints, missing or changed files, and its own damage. It does not
-reveal every change: only sampled blocks of files above 64 MiB are hashed, because checkpoints of
-the real model have 200 GB, and someone could write a new manifest for changed files.
+reveal every change. Of files above 64 MiB, only sampled blocks are hashed, because checkpoints of
+the real model have 200 GB. Whoever changes files can also write a new manifest.
 """
 
 import hashlib
@@ -216,7 +216,7 @@ def require_checkpoint(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def set_incomplete_aside(folder: Path, after_step: int) -> None:
+def rename_incomplete_checkpoints(folder: Path, after_step: int) -> None:
     """Rename the incomplete checkpoints after a step, because the run will reuse their names.
 
     No file is deleted; a warning reports the new names.

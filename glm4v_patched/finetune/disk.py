@@ -75,7 +75,7 @@ def max_checkpoints_on_disk(
 
     Args:
         saves_at_bad_row: Whether a row that cannot be used ends the run, which then saves a
-            checkpoint (:attr:`Data.ends_at_bad_row`).
+            checkpoint (:attr:`Data.saves_at_bad_row`).
         steps: Steps of the run, if ``max_steps`` does not set them. While they are unknown, the
             result is what ``save_total_limit`` allows, or one checkpoint if it is null.
     """

@@ -16,9 +16,9 @@ from ..engine.environment import (
     single_process_environment,
     training_environment,
 )
-from ..models.base import pin_revision, read_training_report, require_recorded_base
+from ..models.base import pin_revision, read_training_report, require_unchanged_base
 from ..models.check_weights import require_complete_model
-from ..models.find import note_cogagent_assumptions
+from ..models.find import remind_about_cogagent
 from ..models.placement import Placement
 from ..terminal_text import (
     no_progress,
@@ -28,15 +28,15 @@ from ..terminal_text import (
     show_progress,
     write_line,
 )
-from .checkpoints import last_complete_checkpoint, set_incomplete_aside
+from .checkpoints import last_complete_checkpoint, rename_incomplete_checkpoints
 from .job import Job
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,
+    check_run_folder,
     close_record,
     locked,
     require_lockable,
-    require_usable,
     start_record,
 )
 
@@ -67,8 +67,8 @@ def launch(
     """Train a job in processes of this machine.
 
     The processes use DeepSpeed, with NCCL on GPUs and gloo on the CPU. With ``engine.zero_stage`` 0
-    there is one process, which uses none of them. All training processes end when this call ends or
-    this process is killed. Until then, no other run can write to ``job.out``.
+    there is one process, without DeepSpeed, NCCL and gloo. All training processes end when this
+    call ends or this process is killed. Until then, no other run can write to ``job.out``.
 
     Args:
         job: From :func:`job.resolve_recipe`.
@@ -112,21 +112,23 @@ def prepared(
     folder = job.out
     if dry_run:
         require_lockable(folder)
-        plan, _, _ = _decide(job, placement, resume, overwrite, accept_changed_data)
+        plan, _, _ = _check_and_plan(job, placement, resume, overwrite, accept_changed_data)
         yield plan
         return
     with locked(folder):
-        plan, checked, old_names = _decide(job, placement, resume, overwrite, accept_changed_data)
+        plan, checked, old_names = _check_and_plan(
+            job, placement, resume, overwrite, accept_changed_data
+        )
         with _recorded(folder, old_names, job.has_adapters):
             if resume:
-                set_incomplete_aside(folder, after_step=plan.steps_done)
+                rename_incomplete_checkpoints(folder, after_step=plan.steps_done)
             job.with_base(plan.base).write(folder / RECIPE)
             checked.write(folder / CHECKED_DATA)
             plan.write()
             yield plan
 
 
-def _decide(
+def _check_and_plan(
     job: Job, placement: Placement, resume: bool | Path, overwrite: bool, accept_changed_data: bool
 ) -> tuple["Plan", "CheckedData", list[str]]:
     """Run all checks, the cheapest first, and print the summary.
@@ -134,10 +136,10 @@ def _decide(
     Returns:
         The plan, the checked data, and the names of earlier runs' files to remove from ``job.out``.
     """
-    old_names = require_usable(
+    old_names = check_run_folder(
         job.out,
         job.inputs,
-        job.trainer.length,
+        job.trainer.run_length,
         job.has_adapters,
         resume=bool(resume),
         overwrite=overwrite,
@@ -153,7 +155,7 @@ def _decide(
         from .plan import check_data, find_start_checkpoint, make_plan
         from .summary import describe_plan
     out, config = str(job.out), load_model_config(job.base)
-    max_checkpoints = max_checkpoints_on_disk(job.trainer, job.data.ends_at_bad_row)
+    max_checkpoints = max_checkpoints_on_disk(job.trainer, job.data.saves_at_bad_row)
     require_disk_space(out, needed_space(out, config, job.options, max_checkpoints))
     # If files are to be removed, there is nothing to resume.
     checkpoint = None if old_names else find_start_checkpoint(job, placement.processes, resume)
@@ -171,7 +173,7 @@ def _decide(
 
 @contextmanager
 def _recorded(folder: Path, old_names: list[str], adapters: bool) -> Iterator[None]:
-    """Remove files of earlier runs, and record the files of this run, however it ends."""
+    """Remove files of earlier runs, and list this run's files in ``run.json``, however it ends."""
     start_record(folder, old_names)
     try:
         yield
@@ -190,7 +192,7 @@ def require_model(job: Job) -> Job:
             trained on.
     """
     base = pin_revision(job.base)
-    require_recorded_base(base)
+    require_unchanged_base(base)
     require_complete_model(base.model, base.revision, job.from_scratch, job.options.trained)
     if base.adapters is not None:
         from ..models.limits import (
@@ -199,7 +201,7 @@ def require_model(job: Job) -> Job:
 
         require_valid_adapters(base)
     else:
-        note_cogagent_assumptions(base)
+        remind_about_cogagent(base)
     return job.with_base(base)
 
 
@@ -222,7 +224,7 @@ def _run_training(plan: "Plan") -> None:
         return
     settings = f" (settings: {recipe})"
     if error := read_training_report(recipe.parent).get("error"):
-        # The error of a stream may be a row, which can be corrected before the run is resumed.
+        # The cause may be a bad row of a stream, which the user can correct before resuming.
         hint = _how_to_resume(plan) if plan.is_streamed else ""
         raise RuntimeError(f"{error}{settings}{hint}")
     raise RuntimeError(
@@ -253,8 +255,8 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
         How a process failed; "" if none failed.
     """
     with _signals_as_exceptions(), no_progress():  # the training processes print their progress
-        # A training process ends when its stdin closes, of which only this process holds the other
-        # end. Each has a session of its own, so Ctrl-C does not reach it or its children.
+        # A training process ends when its stdin closes; only this process holds the other end. Each
+        # training process has its own session, so Ctrl-C does not reach it or its children.
         processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
             for variables in environments
@@ -282,8 +284,8 @@ def _describe_statuses(statuses: list[int | None], processes: list[subprocess.Po
     failed = [(status, rank) for rank, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    # Of several, one that a signal ended (a negative status) is described: the others may have
-    # failed because of it.
+    # If several failed, describe one that a signal ended (its status is negative): the others may
+    # have failed because of it.
     status, rank = min(failed)
     name = f"process {rank} (PID {processes[rank].pid})"
     if status == -signal.SIGKILL:

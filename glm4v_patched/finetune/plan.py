@@ -75,7 +75,7 @@ class Plan:
         eval_answers: Number of evaluation rows to answer.
         eval_max_new_tokens: Maximum number of tokens of such an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
-        length: Either ``max_steps`` or ``num_train_epochs`` (:attr:`TrainerFields.length`).
+        length: Either ``max_steps`` or ``num_train_epochs`` (:attr:`TrainerFields.run_length`).
         ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
         public_values: Values of the recipe that the model card of adapters shows (:class:`Job`).
         batch: Shape of the largest batch of one process.
@@ -266,7 +266,7 @@ def make_plan(
         ),
     )
     require_schedule(arguments)
-    max_checkpoints = max_checkpoints_on_disk(trainer, job.data.ends_at_bad_row, steps)
+    max_checkpoints = max_checkpoints_on_disk(trainer, job.data.saves_at_bad_row, steps)
     plan = Plan(
         arguments=arguments,
         loop=loop_options(job, options),
@@ -281,7 +281,7 @@ def make_plan(
         eval_answers=job.data.eval_answers,
         eval_max_new_tokens=job.data.eval_max_new_tokens,
         settings=job.settings(placement.processes) | {"engine.precision": precision},
-        length=trainer.length,
+        length=trainer.run_length,
         ignored_epochs=trainer.ignored_epochs,
         public_values=job.public_values,
         batch=batch,
@@ -348,7 +348,7 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
         return None
     settings = job.settings(processes)
     saved = read_checkpoint_manifest(checkpoint)["settings"]
-    length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
+    length = {f"trainer.{name}": value for name, value in job.trainer.run_length.items()}
     # A resumed run may be longer than the run that saved the checkpoint, but not shorter.
     if is_longer(before={name: saved[name] for name in length if name in saved}, now=length):
         settings |= {name: saved[name] for name in length}

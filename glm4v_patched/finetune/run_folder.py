@@ -182,7 +182,7 @@ def find_foreign_images(folder: Path) -> str | None:
     )
 
 
-def require_usable(
+def check_run_folder(
     folder: Path,
     inputs: Iterable[Path],
     length: dict[str, float],
@@ -194,7 +194,7 @@ def require_usable(
 
     Args:
         inputs: Files that the run reads (:attr:`job.Job.inputs`).
-        length: Length of the run (:attr:`TrainerFields.length`).
+        length: Length of the run (:attr:`TrainerFields.run_length`).
         adapters: Whether the run trains adapters.
         resume: Whether the run resumes from a checkpoint in the folder.
         overwrite: Whether files of earlier runs may be removed: those that ``run.json`` lists and
@@ -261,7 +261,7 @@ def start_record(folder: Path, old_names: list[str]) -> None:
     """Remove the files of earlier runs, and record that new files are this run's.
 
     Args:
-        old_names: The names to remove, from :func:`require_usable`. ``STATE_FILES`` are not
+        old_names: The names to remove, from :func:`check_run_folder`. ``STATE_FILES`` are not
             removed, because the run rewrites them.
     """
     remove_partial(folder, [*STATE_FILES, RECORD, TRAINING_REPORT])

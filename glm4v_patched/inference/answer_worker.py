@@ -56,8 +56,8 @@ class AnswerStreamer(TextStreamer):
 class Answerer:
     """A loaded model that answers questions.
 
-    With a static KV cache, :func:`.decoding.loop.decode_without_sync` generates the tokens, on a
-    GPU with a CUDA graph for each step. Beam search always uses a dynamic cache.
+    With a static KV cache, :func:`.decoding.loop.decode_without_sync` generates the tokens; on a
+    GPU, it replays a CUDA graph in each step. Beam search always uses a dynamic cache.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class Answerer:
     ):
         """
         Args:
+            generation: Options of :meth:`answer`; calls of :meth:`generate` pass their own.
             cache: "static" or "dynamic".
-            check_finite: Whether NaN or infinite logits raise an error if the cache is dynamic.
-                If it is static, they always do. Use False if processes gather sharded weights,
+            check_finite: Whether NaN or infinite logits raise an error with a dynamic cache. With a
+                static cache, they always do. Use False if processes gather sharded weights,
                 because a process that stops with an error would block the others.
         """
         self.model, self.processor = loaded
@@ -96,8 +97,8 @@ class Answerer:
 
         Args:
             prompts: Lists of messages, or texts to continue.
-            seed_offset: A number that differs between batches, such as that of the first row. It
-                and the option ``seed`` determine the samples, whatever batches came before.
+            seed_offset: A number that differs between batches, such as the first row's number. The
+                samples depend on it and on the option ``seed``, but not on earlier batches.
             streamer: Receives tokens as they are generated; only for a single prompt.
         """
         return self.answer_encoded(self.encode(prompts), seed_offset, streamer)
@@ -157,7 +158,7 @@ class Answerer:
                         RequireFiniteLogits(),
                     ]
                 if streamer is not None:
-                    has_custom_loop = "custom_generate" in generate_kwargs
+                    has_custom_loop = "custom_generate" in generate_kwargs  # decode_without_sync
                     name = "token_streamer" if has_custom_loop else "streamer"
                     generate_kwargs[name] = streamer
                 ids = self.model.generate(**batch, **generate_kwargs)

@@ -172,7 +172,7 @@ def read_training_report(folder: Path) -> dict:
         return {}
 
 
-def require_recorded_base(source: ModelSource) -> None:
+def require_unchanged_base(source: ModelSource) -> None:
     """Raise ``ValueError`` if the base model of adapters has changed since they were trained."""
     if source.adapters is None:
         return

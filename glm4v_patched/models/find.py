@@ -12,7 +12,7 @@ from .base import (
     ModelSource,
     explain_hub_errors,
     pin_revision,
-    require_recorded_base,
+    require_unchanged_base,
     source_of_adapters,
 )
 from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
@@ -63,14 +63,14 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         require_packages(weights, f"--weights {weights}")
     with show_progress(f"checking {printable(name)}"):  # imports transformers and reads files
         source = pin_revision(source)
-        require_recorded_base(source)
+        require_unchanged_base(source)
         require_complete_model(source.model, source.revision)
         if source.adapters is not None:
             from .limits import require_valid_adapters  # imports peft
 
             require_valid_adapters(source)
         else:
-            note_cogagent_assumptions(source)
+            remind_about_cogagent(source)
     if method := quantized_by(source.model, source.revision):
         if weights is not None:
             raise ValueError(
@@ -82,7 +82,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     return source
 
 
-def note_cogagent_assumptions(source: ModelSource) -> None:
+def remind_about_cogagent(source: ModelSource) -> None:
     """Print what this package assumes about cogagent-9b, if the model is a cogagent-9b.
 
     Nothing is printed if this package has saved the model, so that its config names our class.

@@ -138,7 +138,7 @@ def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(tmp_path):
     ):
         source = written(tmp_path / "rows", *content)
         *_, last, again = islice(StreamDataset([source], 1, shard=shard, buffer_size=1), 5)
-        assert last == again and last.is_last
+        assert last == again and last.ends_source
         assert last.location == source.path + location and message in last.problem
 
 
@@ -197,7 +197,7 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
 
 def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
     [bad] = streamed(turns("b", image="cut.png"))
-    batch = collator([bad, bad._replace(problem="is the last", is_last=True)])
+    batch = collator([bad, bad._replace(problem="is the last", ends_source=True)])
     assert len(batch[ROW_PROBLEMS]) == 1 and batch[UNREADABLE_SOURCES] == [
         f"{bad.location}: is the last"
     ]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.finetune.checkpoints import (
     CHECKPOINT_MANIFEST,
     find_checkpoint_problems,
-    set_incomplete_aside,
+    rename_incomplete_checkpoints,
 )
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import find_start_checkpoint
@@ -235,7 +235,7 @@ def completed(recipe, cogagent, cut) -> dict[str, Recipe]:
     recipes["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
     folder = Path(cut.out)
     # launch() does this before it starts the processes.
-    set_incomplete_aside(folder, after_step=3)
+    rename_incomplete_checkpoints(folder, after_step=3)
     before = (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns
     with_dropout = [planned(recipes["never stopped"], processes=2)]
     with_dropout.append(planned(cut, folder / "checkpoint-3", processes=2))

@@ -19,9 +19,9 @@ from glm4v_patched.finetune.checkpoints import (
     data_changes,
     find_checkpoint_problems,
     last_complete_checkpoint,
+    rename_incomplete_checkpoints,
     require_checkpoint,
     require_same_run,
-    set_incomplete_aside,
     write_checkpoint_manifest,
 )
 from glm4v_patched.finetune.trainer import CheckpointCallback
@@ -130,10 +130,10 @@ def test_a_checkpoint_is_of_its_folder_however_both_are_spelled(tmp_path, monkey
 def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path, caplog):
     for step, complete in ((2, False), (4, True), (6, True), (8, False)):
         add_checkpoint(tmp_path, step, complete)
-    set_incomplete_aside(tmp_path, after_step=4)
+    rename_incomplete_checkpoints(tmp_path, after_step=4)
     for _ in range(2):
         add_checkpoint(tmp_path, 8, complete=False)
-        set_incomplete_aside(tmp_path, after_step=4)
+        rename_incomplete_checkpoints(tmp_path, after_step=4)
     aside = {f"incomplete-checkpoint-8{suffix}" for suffix in ("", "-2", "-3")}
     assert {*os.listdir(tmp_path)} == {"checkpoint-2", "checkpoint-4", "checkpoint-6", *aside}
     for name in aside:

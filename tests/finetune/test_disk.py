@@ -19,7 +19,7 @@ GB = 10**9
 
 
 def space_of(run_recipe: Recipe) -> disk.DiskSpace:
-    checkpoints = max_checkpoints_on_disk(run_recipe.trainer, run_recipe.data.ends_at_bad_row)
+    checkpoints = max_checkpoints_on_disk(run_recipe.trainer, run_recipe.data.saves_at_bad_row)
     return needed_space(run_recipe.out, ChatGLMConfig(), run_recipe.engine_options(), checkpoints)
 
 

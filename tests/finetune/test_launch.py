@@ -195,6 +195,6 @@ def test_a_model_of_the_hub_is_written_down_with_its_commit(mine, monkeypatch):
         base=ModelSource("org/name", "c0ffee"), options=EngineOptions(), write=Mock()
     )
     checked = SimpleNamespace(write=Mock())
-    monkeypatch.setattr(launching, "_decide", lambda *_: (plan, checked, []))
+    monkeypatch.setattr(launching, "_check_and_plan", lambda *_: (plan, checked, []))
     with prepared(resolve_recipe(mine.override({"model": "org/name"})), Placement(1, on_cpu=True)):
         assert json.loads(Path(mine.out, "recipe.json").read_text())["revision"] == "c0ffee"

@@ -13,11 +13,11 @@ import pytest
 from glm4v_patched.finetune.run_folder import (
     LOCK,
     RECORD,
+    check_run_folder,
     close_record,
     locked,
     read_record,
     remove_weights,
-    require_usable,
     start_record,
 )
 
@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def usable(folder: Path, resume=False, overwrite=False) -> list[str]:
-    return require_usable(folder, [], {"max_steps": 10}, True, resume, overwrite)
+    return check_run_folder(folder, [], {"max_steps": 10}, True, resume, overwrite)
 
 
 def begun_run(folder: Path, *names: str) -> Path:
@@ -73,8 +73,8 @@ def test_no_file_that_a_run_reads_is_replaced_however_it_is_spelled(tmp_path):
     for folder in (out, tmp_path / "link", tmp_path / "link" / ".." / "out"):
         for same in (out, tmp_path / "link", out / ".." / "out"):
             with pytest.raises(ValueError, match="would replace"):
-                require_usable(folder, [same / "recipe.json"], {"max_steps": 10}, True)
-        require_usable(folder, [tmp_path / "out-2" / "recipe.json"], {"max_steps": 10}, True)
+                check_run_folder(folder, [same / "recipe.json"], {"max_steps": 10}, True)
+        check_run_folder(folder, [tmp_path / "out-2" / "recipe.json"], {"max_steps": 10}, True)
 
 
 def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):

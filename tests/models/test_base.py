@@ -18,7 +18,7 @@ from glm4v_patched.models.base import (
     digest_file,
     identify,
     pin_revision,
-    require_recorded_base,
+    require_unchanged_base,
 )
 from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.loading import load_processor
@@ -138,10 +138,10 @@ def test_a_file_that_the_base_model_has_lost_is_named(tmp_path):
     recorded = identify(ModelSource(base.model)) | {"gone.safetensors": "abc"}
     (tmp_path / "training.json").write_text(json.dumps({"base": recorded}))
     with pytest.raises(ValueError, match="\n  gone.safetensors: abc recorded, None now$"):
-        require_recorded_base(base)
+        require_unchanged_base(base)
     (Path(base.model) / "gone.safetensors").touch()
     with pytest.raises(ValueError, match="\n  gone.safetensors: abc recorded, [0-9a-f]{64} now$"):
-        require_recorded_base(base)
+        require_unchanged_base(base)
 
 
 def test_adapters_bring_their_own_processor_or_have_the_models(files, adapters):

@@ -108,7 +108,7 @@ class Data(Section):
         return bool(self.stream) or self.check not in (None, "all")
 
     @property
-    def ends_at_bad_row(self) -> bool:
+    def saves_at_bad_row(self) -> bool:
         """Return whether a row that cannot be used ends the run, which then saves a checkpoint."""
         return self.is_streamed and self.on_bad == "fail"
 

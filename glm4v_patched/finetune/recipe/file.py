@@ -17,7 +17,7 @@ import yaml
 
 from ...atomic import write_atomically
 from ...terminal_text import listed, printable
-from .yaml_hints import explain_syntax_error, find_mistake
+from .yaml_hints import explain_line_mistake, explain_syntax_error
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MAX_RECIPE_BYTES = 2**16
@@ -31,7 +31,7 @@ class RecipeProblem(NamedTuple):
 
     Args:
         name: Dotted name of the field, or the option (such as ``--device``), that has the problem;
-            empty if there is none.
+            empty for a problem of the whole file.
         text: The message, without file and line.
     """
 
@@ -58,8 +58,8 @@ class RecipeError(ValueError):
 
     Attributes:
         names: Names of the fields and options that have the problems.
-        recipe_and_placement: The recipe, or None if it is invalid; and the placement of its
-            processes, or None if they cannot be placed.
+        recipe_and_placement: For ``doctor``, which goes on: the recipe, or None if it is invalid;
+            and the placement of its processes, or None if they cannot be placed.
     """
 
     recipe_and_placement: tuple[Any, Any] = None, None
@@ -96,13 +96,13 @@ class Document:
         ``FILE: `` if the file has neither.
         """
         file = printable(str(self.path))
-        names = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
-        if not self.overridden.isdisjoint(names):
+        name_and_sections = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
+        if not self.overridden.isdisjoint(name_and_sections):
             return "command line: "
-        for outer in names:
-            if outer in self.lines:
-                return f"{file}:{self.lines[outer]}: "
-        # An option, or a section that has only fields of the command line.
+        for key in name_and_sections:
+            if key in self.lines:
+                return f"{file}:{self.lines[key]}: "
+        # An option, or a section that only the command line has.
         if name.startswith("--") or any(field.startswith(f"{name}.") for field in self.overridden):
             return "command line: "
         return f"{file}: "
@@ -147,7 +147,7 @@ def read_document(path: Path) -> Document:
     values, lines = _read_yaml(text, f"{name}:")
     if isinstance(values, str):  # YAML reads lines without any colon as one text
         for number, line in enumerate(text.split("\n"), 1):
-            if mistake := find_mistake(line):
+            if mistake := explain_line_mistake(line):
                 raise RecipeError([f"{name}:{number}: {printable(mistake)}"])
     return Document(path, values, lines)
 

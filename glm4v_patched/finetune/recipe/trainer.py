@@ -158,7 +158,7 @@ class TrainerFields(Section):
         return max(rates.values()) if isinstance(rates, dict) else rates
 
     @property
-    def length(self) -> dict[str, float]:
+    def run_length(self) -> dict[str, float]:
         """Return the run's length: ``{"max_steps": N}``, or ``{"num_train_epochs": N}``."""
         if self.max_steps is not None:
             return {"max_steps": self.max_steps}
@@ -223,8 +223,8 @@ def is_longer(before: Any, now: dict[str, float]) -> bool:
     """Return whether the length ``now`` of a run is greater than the length ``before``.
 
     Args:
-        before, now: Values of :attr:`TrainerFields.length`. If one is in epochs and the other in
-            steps, the result is False. ``before`` is read from a file, and may be anything.
+        before, now: Values of :attr:`TrainerFields.run_length`. If one is in epochs and the other
+            in steps, the result is False. ``before`` is read from a file, and may be anything.
     """
     same_unit = isinstance(before, dict) and before.keys() == now.keys()
     return same_unit and all(now[name] > before[name] for name in now)

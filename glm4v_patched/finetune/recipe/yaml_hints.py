@@ -32,14 +32,14 @@ def explain_syntax_error(text: str, error: yaml.MarkedYAMLError) -> tuple[int, s
     if "simple key" in context:  # the parser has looked for a colon since the line ``start``
         candidates.insert(0, start)
     for candidate in candidates:
-        if candidate <= len(lines) and (mistake := find_mistake(lines[candidate - 1])):
+        if candidate <= len(lines) and (mistake := explain_line_mistake(lines[candidate - 1])):
             return candidate, mistake
     if context in UNCLOSED:
         return start, UNCLOSED[context]
     return number, _bad_indentation(lines, number) or parser_message
 
 
-def find_mistake(line: str) -> str | None:
+def explain_line_mistake(line: str) -> str | None:
     """Return what is wrong with a single line and what to write instead, or None."""
     text = line.strip()
     if "\t" in line:

@@ -60,7 +60,7 @@ OFF_KEYS = ["background", "conversation", "continue_final_message", "echo", "fil
 OFF_KEYS += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
 OFF_KEYS += ["logprobs", "min_p", "min_tokens", "priority", "stop_token_ids", "suffix", "tool_ids"]
 OFF_KEYS += ["tool_servers", "tools", "top_logprobs", "use_beam_search"]
-NEUTRAL_VALUES |= dict.fromkeys(OFF_KEYS, ())
+NEUTRAL_VALUES |= dict.fromkeys(OFF_KEYS, ())  # () stands for 0, false and empty values
 MAX_TOKENS_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ALIASES = ("glm-4v", "glm-4v-9b")
 """Names that GLM-4's own clients use for any glm-4v."""
@@ -156,8 +156,7 @@ class ParsedRequest(BaseRequest):
     """A parsed request of any endpoint.
 
     Args:
-        prompt: Messages for the processor, whose images are contents of files; or a text to
-            continue.
+        prompt: Messages for the processor, with the bytes of image files; or a text to continue.
         max_tokens: Maximum number of tokens in the answer; None if the client sets none.
         prompt_key: The key under which the request has the prompt, for errors.
         items: The conversation's messages before the answer, stored with a response.
@@ -232,7 +231,7 @@ def read_request(
     values = {k: v for k, v in body.items() if k in fields and v is not None}
     other_values = {k: v for k, v in body.items() if k not in fields}
     try:
-        # Keys that remain are unknown, and model_validate refuses them.
+        # Unknown keys remain, and model_validate refuses them.
         values |= drop_neutral_keys(other_values, IGNORED_KEYS, NEUTRAL_VALUES)
         request = request_type.model_validate(values)
     except ValidationError as error:
