@@ -58,7 +58,7 @@ class ModelUsage:
         purpose: :data:`TRAINING`, :data:`INFERENCE` or :data:`CUDA_GRAPHS`.
         fp8: Whether linear layers multiply in fp8.
         stores_fp8: Whether frozen weights are stored in fp8.
-        stores_transposed_fp8: Whether fp8 weights are also stored transposed, for the backward pass.
+        stores_transposed_fp8: Whether fp8 weights are also stored transposed, for backward.
         has_fused_quantization: Whether the kernel that computes a linear layer's input also
             quantizes it, as in compiled layers and in inference.
         trains_tower: Whether gradients flow through the vision tower.
