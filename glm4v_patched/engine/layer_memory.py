@@ -80,9 +80,7 @@ def uses_autocast(options: EngineOptions) -> bool:
 
 
 def norm_dtype_factor(options: EngineOptions) -> int:
-    """Return the bytes of an element of LayerNorm's output, divided by those of the computation's
-    dtype. Under autocast, the output is fp32.
-    """
+    """Return how much larger elements of a norm's output are: 2 under autocast (fp32), else 1."""
     return FP32_BYTES // BF16_BYTES if uses_autocast(options) else 1
 
 

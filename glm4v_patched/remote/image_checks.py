@@ -105,7 +105,7 @@ def check_shapes(batch: InputBatch) -> None:
 #   inner_length                      1; if an image has a wrong number of inner ids, that number
 #   smallest_id, largest_id           the range of input_ids
 # Only batches with labels, position_ids, a mask or a cache have the following ones. num_restarts
-# counts the position ids of 0 after another token, num_decreases all others below the previous one.
+# counts position ids of 0 that are not the first, num_decreases other ids below the previous one.
 OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images"]
 OPTIONAL_STATS += ["num_zero_positions_in_images", "num_unknown_positions", "num_padding"]
 OPTIONAL_STATS += ["num_wrong_mask_values", "num_restarts", "num_decreases"]
