@@ -76,7 +76,7 @@ def is_within(path: str | Path, folder: str | Path) -> bool:
     return any(os.path.samefile(ancestor, folder) for ancestor in existing)
 
 
-def require_apart(out: str | Path, inputs: Iterable[tuple[str, str | Path]], name: str) -> None:
+def refuse_overlap(out: str | Path, inputs: Iterable[tuple[str, str | Path]], name: str) -> None:
     """Raise ``ValueError`` if an output lies in an input folder, or contains one.
 
     Args:

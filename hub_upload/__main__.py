@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from glm4v_patched.atomic import require_new_folder
-from glm4v_patched.paths import expand_path, require_apart, to_path
+from glm4v_patched.paths import expand_path, refuse_overlap, to_path
 from glm4v_patched.terminal_text import pluralize, printable, show_progress, write_line
 
 
@@ -102,7 +102,7 @@ def _run_command(options: argparse.Namespace) -> int:
         write_line(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
     location = options.weights or options.adapter
-    require_apart(options.out, [("the source itself", location)], "--out")
+    refuse_overlap(options.out, [("the source itself", location)], "--out")
     require_new_folder(options.out)
     print(printable(f"building {options.out} from {location}"), file=sys.stderr, flush=True)
     from . import adapter, build, evaluation

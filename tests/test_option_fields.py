@@ -39,7 +39,7 @@ def test_options_ask_for_what_a_recipe_does():
         ("optimizer", "sgd"),
         ("memory_limit", 0.5),
         ("zero_hpz_partition_size", 0),
-        ("may_store_transposed", False),
+        ("may_store_transposed_fp8", False),
     ],
 )
 def test_what_neither_takes(name, value):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import _build_parser
-from glm4v_patched.paths import PathError, expand_path, is_within, require_apart
+from glm4v_patched.paths import PathError, expand_path, is_within, refuse_overlap
 from hub_upload.__main__ import _make_parser as publishing_parser
 
 HOME = "/home/of/me"
@@ -106,9 +106,9 @@ def test_outputs_lie_apart_from_folders_that_are_read(tmp_path):
     read = [("a file", tmp_path / "rows.jsonl"), ("an id", "org/name"), ("the data", data)]
     for out, where in ((data, "is"), (data / "new", "lies in"), (tmp_path, "contains")):
         with pytest.raises(ValueError, match=f"^--out.* {where} the data, {data}, which is read"):
-            require_apart(out, read, "--out")
+            refuse_overlap(out, read, "--out")
     for out in (tmp_path / "data2", tmp_path / "new" / "data", "org/name/x"):
-        require_apart(out, read, "--out")
+        refuse_overlap(out, read, "--out")
 
 
 PATHS = {"FILE", "FOLDER", "DIR", "PATH", "IMAGE", "CHECKPOINT", "RECIPE", "ORIGINAL", "ADAPTER"}

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.options import EngineSection
 from ..inference.questions import ModelOptions
 from ..option_fields import add_option, add_options
-from ..paths import require_apart, to_path
+from ..paths import refuse_overlap, to_path
 from ..terminal_text import pluralize, write_line
 from . import answers, generation, training
 from .settings import GenerationSettings, ProcessSettings, TrainingSettings, image_size
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} has no effect on measurements of {workload}: leave it out")
     if options.out and options.model:
-        require_apart(options.out, [("the model's folder", options.model)], "--out")
+        refuse_overlap(options.out, [("the model's folder", options.model)], "--out")
     if options.rows:
         _print_table(options)
     elif options.into:

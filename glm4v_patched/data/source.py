@@ -84,7 +84,7 @@ class DataSource:
 
 def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
     """Return the folders that a source is read from, as pairs of a description and a path, for
-    :func:`paths.require_apart`.
+    :func:`paths.refuse_overlap`.
 
     An ``image_folder`` that contains the source itself, such as ``.``, is left out: it may only be
     the folder to which paths are relative.

@@ -39,7 +39,7 @@ def checkpoint_layers(
             Compiled layers in fp8 need this: without it, torch 2.11's compiler saves the outputs of
             matrix products inside an ``autograd.Function``.
     """
-    layers = list(checkpointed_layers(model))
+    layers = list(transformer_layers(model))
     for policy_name, is_language in ((tower, False), (language, True)):
         part_layers = [layer for layer in layers if isinstance(layer, GLMBlock) is is_language]
         policies = policies_of_layers(policy_name, len(part_layers))
@@ -47,7 +47,7 @@ def checkpoint_layers(
             _set_policy(layer, policy, marks_every_operator)
 
 
-def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
+def transformer_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
     """Yield the layers of vision tower and language model, whatever the model is wrapped in."""
     return (module for module in model.modules() if isinstance(module, CheckpointedLayer))
 
@@ -63,7 +63,7 @@ def compile_layers(model: nn.Module) -> None:
     gather weights must stay outside compiled code. So ZeRO-3 gathers whole layers, and DeepSpeed
     must not replace ``F.linear``.
     """
-    for layer in checkpointed_layers(model):
+    for layer in transformer_layers(model):
         # Not layer.compile(), which would compile the layer's hooks, too.
         layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
 

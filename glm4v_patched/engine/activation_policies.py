@@ -25,7 +25,7 @@ class LayerSizes:
     narrow_outputs: float  # of narrow linear layers
     wide_outputs: float  # of wide linear layers
     saved_by_autograd: float  # everything that backward needs without checkpointing
-    elementwise_macs: float  # as many as take the time of the element-wise operations
+    elementwise_macs: float  # multiply-adds that would take as long as the element-wise operations
     wide_macs: float
     narrow_macs: float
     attention_macs: float

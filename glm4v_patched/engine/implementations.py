@@ -26,8 +26,8 @@ from transformers.activations import ACT2FN
 
 from ..remote import visual
 from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
-from .activation_checkpointing import checkpointed_layers
-from .fp8 import FP8_SIZE_MULTIPLE, bf16_reason, is_fp8_candidate
+from .activation_checkpointing import transformer_layers
+from .fp8 import FP8_SIZE_MULTIPLE, is_fp8_candidate, why_not_fp8
 from .kernels import flash_attention_3
 from .kernels.cuda_graphs import GraphedTower
 from .kernels.flash_attention_3 import FrozenTowerAttention
@@ -58,7 +58,7 @@ class ModelUsage:
         purpose: :data:`TRAINING`, :data:`INFERENCE` or :data:`CUDA_GRAPHS`.
         fp8: Whether linear layers multiply in fp8.
         stores_fp8: Whether frozen weights are stored in fp8.
-        stores_transposed: Whether weights in fp8 are stored transposed, too, for the backward pass.
+        stores_transposed_fp8: Whether fp8 weights are also stored transposed, for backward.
         has_fused_quantization: Whether the kernel that computes a linear layer's input also
             quantizes it, as in compiled layers and in inference.
         trains_tower: Whether gradients flow through the vision tower.
@@ -67,7 +67,7 @@ class ModelUsage:
     purpose: str
     fp8: bool = False
     stores_fp8: bool = False
-    stores_transposed: bool = False
+    stores_transposed_fp8: bool = False
     has_fused_quantization: bool = False
     trains_tower: bool = False
 
@@ -78,7 +78,7 @@ class ModelUsage:
             purpose=TRAINING,
             fp8=options.fp8,
             stores_fp8=options.stores_fp8,
-            stores_transposed=options.stores_transposed,
+            stores_transposed_fp8=options.stores_transposed_fp8,
             has_fused_quantization=options.compile is True,
             trains_tower=trains_tower(options.trained),
         )
@@ -118,12 +118,12 @@ class ImplementationEntry:
         condition: Returns why the implementation cannot be used for a module, or None.
         method: The method of ``replaces`` that it implements.
         backend: "cuda" or "hip" (AMD); entries of the other backend are ignored.
-        requires: For the name of each submodule that the implementation always replaces, or whose
-            output it modifies in place: the supported classes. While one of these submodules has a
-            blocker, the module computes as published: it runs the method of ``replaces``.
-        may_fuse: For the names of further submodules, and "" for the module itself: the supported
-            classes. While such a submodule has no blocker, the implementation computes what the
-            submodule would compute, or passes it fp8 inputs or split-K partial sums.
+        requires: Names and supported classes of submodules that the implementation always replaces,
+            or whose output it modifies in place. While one of these submodules has a blocker, the
+            module computes as published: it runs the method of ``replaces``.
+        may_fuse: Names and supported classes of further submodules; "" is the module itself. While
+            such a submodule has no blocker, the implementation computes what the submodule would
+            compute, or passes it fp8 inputs or split-K partial sums.
         set_up: Called with each module after its class was changed.
     """
 
@@ -141,7 +141,7 @@ class ImplementationEntry:
 def find_blocker(
     module: Any, classes: ModuleClasses = ANY_CLASS, hooks_block: bool = True
 ) -> str | None:
-    """Return the reason why ``module`` must be called, and cannot be replaced or fused, or None.
+    """Return why ``module`` itself must be called; None if an implementation may replace it.
 
     Args:
         classes: Supported classes; their subclasses are not. A guarded class counts as the
@@ -170,7 +170,7 @@ def _fp8_problem(located: LocatedModule, usage: ModelUsage) -> str | None:
     linear = located.module
     if not usage.fp8:
         return "fp8 is off"
-    if reason := bf16_reason(located.part, located.layer_name, usage.has_fused_quantization):
+    if reason := why_not_fp8(located.part, located.layer_name, usage.has_fused_quantization):
         return reason
     if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
         size = f"{linear.in_features} x {linear.out_features}"
@@ -188,14 +188,14 @@ def _fp8_storage_problem(located: LocatedModule, usage: ModelUsage) -> str | Non
 
 def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelUsage) -> None:
     has_backward = located.part == "language_model" or usage.trains_tower
-    linear.quantize_weight(stores_transposed=usage.stores_transposed and has_backward)
+    linear.quantize_weight(stores_transposed=usage.stores_transposed_fp8 and has_backward)
 
 
 def _fused_gelu_problem(_located: LocatedModule, usage: ModelUsage) -> str | None:
     if not usage.fp8:
         return "fp8 is off"
-    # FrozenTowerMLP reads the weights of fc1 and fc2 without calling these layers. ZeRO-3 gathers
-    # them for it only if it gathers whole layers, as it does if layers are compiled.
+    # FrozenTowerMLP reads the weights of fc1 and fc2 without calling these layers. So ZeRO-3 must
+    # gather whole transformer layers, as it does if they are compiled.
     if not usage.has_fused_quantization:
         return "layers are not compiled"
     return "the tower is trained" if usage.trains_tower else None
@@ -444,7 +444,7 @@ def _locate_modules(model: nn.Module) -> Iterator[LocatedModule]:
     """Yield every module of a model, with the transformer layer that contains it."""
     located = {
         id(module): LocatedModule(module, layer, name)
-        for layer in checkpointed_layers(model)
+        for layer in transformer_layers(model)
         for name, module in layer.named_modules()
     }
     for module in model.modules():
@@ -499,7 +499,7 @@ def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explana
 
 
 def _fallback_reason(entry: ImplementationEntry, module: Any) -> str | None:
-    """Return a submodule whose blocker prevents all or part of the implementation, or None."""
+    """Return which blocker prevents all or part of the implementation at the moment, or None."""
     for name, classes in entry.requires.items():
         if reason := find_blocker(getattr(module, name), classes):
             return f"computes as published at the moment, because of its {name}: {reason}"

@@ -9,7 +9,7 @@ from functools import partial
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .activation_policies import POLICIES, LayerSizes, Policy, policies_of_layers
-from .fp8 import bf16_reason
+from .fp8 import why_not_fp8
 from .options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
@@ -37,15 +37,15 @@ class BatchShape:
     Attributes:
         sequence_length: Positions of the longest sequence, with images expanded.
         processes: Processes of the step, each with a batch of this size.
-        accumulates: Whether gradients are accumulated, so that those of earlier micro-batches exist
-            while this one is computed.
+        accumulates_gradients: Whether gradients of earlier micro-batches exist while this one is
+            computed.
     """
 
     num_sequences: int
     sequence_length: int
     images_per_sequence: float = 1.0
     processes: int = 1
-    accumulates: bool = False
+    accumulates_gradients: bool = False
 
 
 def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
@@ -80,9 +80,7 @@ def uses_autocast(options: EngineOptions) -> bool:
 
 
 def norm_dtype_factor(options: EngineOptions) -> int:
-    """Return the bytes of an element of LayerNorm's output, divided by those of the computation's
-    dtype. Under autocast, the output is fp32.
-    """
+    """Return how much larger elements of a norm's output are: 2 under autocast (fp32), else 1."""
     return FP32_BYTES // BF16_BYTES if uses_autocast(options) else 1
 
 
@@ -109,7 +107,7 @@ class LayerStack:
         return self.tokens * sum(policy.saved_channels(self.sizes) for policy in self.policies)
 
     @property
-    def backward_elements(self) -> float:
+    def layer_backward_elements(self) -> float:
         """Elements that the backward pass of one layer needs beside the saved ones."""
         saved = min(policy.saved_channels(self.sizes) for policy in self.policies)
         recomputed = max(self.sizes.saved_by_autograd - saved, 0)
@@ -159,7 +157,7 @@ def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
 
 def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
     """Return whether a linear layer multiplies in fp8, as :mod:`implementations` decides it."""
-    return options.fp8 and bf16_reason(part, layer, bool(options.compile)) is None
+    return options.fp8 and why_not_fp8(part, layer, bool(options.compile)) is None
 
 
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:

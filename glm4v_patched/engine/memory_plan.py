@@ -32,7 +32,7 @@ from .options import (
     is_lora,
     trained_parts,
     trains_tower,
-    trains_vision,
+    trains_tower_or_projector,
 )
 
 GIB = 2**30
@@ -50,8 +50,8 @@ POLICY_CANDIDATES = (
 # Candidates for stage3_max_live_parameters where not all weights can stay gathered: the first keeps
 # some layers gathered, the second just enough to prefetch.
 PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
-# Number of weights that DeepSpeed prefetches (deepspeed_config). While they arrive, the same number
-# of weights that were already used is not yet released.
+# Number of weights that DeepSpeed prefetches (deepspeed/config.py). As many again are used already
+# but not released yet.
 PREFETCHED_PARAMETERS = 2e8
 # GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
@@ -105,7 +105,7 @@ def decide_options(
 
     Args:
         free: Free bytes of each GPU (:func:`min_free_gpu_memory`); 0 on a CPU.
-        steps: Steps of the training; None if there are enough for compiling to pay.
+        steps: Number of training steps, which decides whether to compile; None counts as enough.
     """
     usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     if options.precision == "auto":
@@ -121,7 +121,7 @@ def decide_options(
             tower="full",
             language="full",
             stage3_max_live_parameters=min(PARTIAL_LIVE_PARAMETERS),
-            may_store_transposed=False,
+            may_store_transposed_fp8=False,
         )
         peak = estimate_peak_bytes(config, replace(smallest, offload=False), batch)
         offloaded_peak = estimate_peak_bytes(config, replace(smallest, offload=True), batch)
@@ -143,7 +143,7 @@ def decide_options(
 
     def cost(candidate: EngineOptions) -> tuple[float, bool, float]:
         recomputed = recomputed_flops(config, candidate, batch)
-        return recomputed, not candidate.may_store_transposed, -_max_live_parameters(candidate)
+        return recomputed, not candidate.may_store_transposed_fp8, -_max_live_parameters(candidate)
 
     return min(fitting, key=cost)
 
@@ -164,14 +164,14 @@ def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterato
         tower_candidates if options.tower == "auto" else (options.tower,),
         POLICY_CANDIDATES if options.language == "auto" else (options.language,),
         live_candidates if max_live is None else (max_live,),
-        (True, False) if options.stores_transposed else (options.may_store_transposed,),
+        (True, False) if options.stores_transposed_fp8 else (options.may_store_transposed_fp8,),
     ):
         yield replace(
             options,
             tower=tower,
             language=language,
             stage3_max_live_parameters=live,
-            may_store_transposed=transposed,
+            may_store_transposed_fp8=transposed,
         )
 
 
@@ -184,7 +184,7 @@ def estimate_peak_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Ba
     """Return the peak bytes that torch allocates in a step; ``options`` must be decided."""
     saved = activation_bytes(config, options, batch) + temporary_bytes(config, options, batch)
     persistent = model_state_bytes(config, options, batch)
-    if options.zero_stage or batch.accumulates:
+    if options.zero_stage or batch.accumulates_gradients:
         return persistent + saved
     # Without ZeRO, gradients are allocated while activations are freed.
     gradients = gradient_bytes(config, options, batch)
@@ -300,7 +300,8 @@ def _fp8_savings_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Return how many bytes fp8 storage, with its transposed copies, saves compared to bf16."""
     tower_params, lm_params = count_fp8_weights(config, options)
     transposed = lm_params + (tower_params if trains_tower(options.trained) else 0)
-    return (BF16_BYTES - 1) * (tower_params + lm_params) - options.stores_transposed * transposed
+    saved = (BF16_BYTES - 1) * (tower_params + lm_params)
+    return saved - options.stores_transposed_fp8 * transposed
 
 
 def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -323,7 +324,7 @@ def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch
     layers = sum(stack.saved_elements for stack in stacks_with_backward(config, options, batch))
     # Elements saved outside the layers: the final norm's input and, below, the projector's.
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
-    if trains_vision(options.trained):
+    if trains_tower_or_projector(options.trained):
         images = batch.num_sequences * batch.images_per_sequence * config.vision.num_image_tokens
         outside += images * _projector_channels(config, options)
     weights = BF16_BYTES * _weights_saved_for_backward(config, options)
@@ -344,7 +345,7 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
     They are autocast's bf16 copies of weights that are trained in fp32 and, under ZeRO-3, gathered
     weights of layers that are neither compiled nor checkpointed. Products in fp8 save none.
     """
-    is_gathered = options.zero_stage == 3 and options.gathers_whole_layers and not options.compile
+    is_gathered = options.gathers_whole_layers and not options.compile
     elements = 0
     parts = zip(
         ("tower", "language_model"),
@@ -387,7 +388,7 @@ def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: BatchS
     text_tokens = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
     logit_positions = min(config.loss_chunk_size, batch.num_sequences * text_tokens)
     stacks = stacks_with_backward(config, options, batch)
-    backward = element_bytes * max(stack.backward_elements for stack in stacks)
+    backward = element_bytes * max(stack.layer_backward_elements for stack in stacks)
     if options.trained == "qlora":  # a layer's weight, dequantized to bf16
         backward += BF16_BYTES * max(map(prod, linear_layer_shapes(config)[1].values()))
     logits = BYTES_PER_LOGIT * logit_positions * config.padded_vocab_size

@@ -197,16 +197,16 @@ class EngineOptions(EngineSection):
 
     Attributes:
         trained: One of :data:`TRAINED_CHOICES`, or :data:`MODEL_PARTS` joined by "+".
-        may_store_transposed: Whether fp8 weights may also be stored transposed, so that the
-            backward pass need not transpose them each time. :attr:`stores_transposed` says whether
-            they are. ``decide_options`` may turn the option off to save memory.
+        may_store_transposed_fp8: Whether fp8 weights may also be stored transposed, so that the
+            backward pass need not transpose them each time. :attr:`stores_transposed_fp8` says
+            whether they are. ``decide_options`` may turn the option off to save memory.
         stage3_max_live_parameters: DeepSpeed's limit of the number of weights that stay gathered
             from a layer's forward to its backward.
     """
 
     trained: str = "full"
     lora: LoraOptions = LoraOptions()
-    may_store_transposed: bool = True
+    may_store_transposed_fp8: bool = True
     stage3_max_live_parameters: float | None = None
 
     @property
@@ -232,9 +232,9 @@ class EngineOptions(EngineSection):
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
     @property
-    def stores_transposed(self) -> bool:
+    def stores_transposed_fp8(self) -> bool:
         """Whether weights in fp8 are also stored transposed; weights that ZeRO-3 shards are not."""
-        return self.may_store_transposed and self.stores_fp8 and self.zero_stage < 3
+        return self.may_store_transposed_fp8 and self.stores_fp8 and self.zero_stage < 3
 
     @property
     def quantizes_after_build(self) -> bool:
@@ -306,7 +306,7 @@ def trains_tower(trained: str) -> bool:
     return trained == "lora_all" or "tower" in trained_parts(trained)
 
 
-def trains_vision(trained: str) -> bool:
+def trains_tower_or_projector(trained: str) -> bool:
     """Return whether tower or projector are trained, so that the embeddings of images change."""
     return trains_tower(trained) or "projector" in trained_parts(trained)
 

@@ -393,7 +393,7 @@ def largest_batch(job: Job, sequences: BatchSequences, processes: int) -> BatchS
         sequence_length=int(longest * STREAM_LENGTH_MARGIN) if job.data.is_streamed else longest,
         images_per_sequence=int(sequences.images.max()),
         processes=processes,
-        accumulates=job.trainer.gradient_accumulation_steps > 1,
+        accumulates_gradients=job.trainer.gradient_accumulation_steps > 1,
     )
 
 

@@ -25,7 +25,7 @@ from ..engine.options import require_packages
 from ..models.base import ModelSource, folders_of
 from ..models.find import find_model_problem
 from ..models.placement import Device, Placement, PlacementError, place_processes
-from ..paths import is_within, require_apart
+from ..paths import is_within, refuse_overlap
 from .recipe.file import RecipeProblem, collect_problems, read_document, short_json
 from .recipe.model import resolve_base
 from .recipe.sections import Recipe, check_values
@@ -172,7 +172,7 @@ def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
             problems.append(RecipeProblem("out", text))
     for name, out in outputs.items():
         with collect_problems(problems, name):
-            require_apart(out, inputs, name)
+            refuse_overlap(out, inputs, name)
             for field, pattern in patterns:
                 if pattern_reaches(pattern, out):
                     raise ValueError(

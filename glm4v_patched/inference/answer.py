@@ -44,7 +44,7 @@ def answer_file(options: AnswerOptions, out: Path, overwrite: bool = False) -> l
         RuntimeError: Answering failed. The answers so far are in ``out``.
     """
     base = options.find()
-    options.require_apart(base, out)
+    options.refuse_overlap(base, out)
     questions = read_questions(options.data)
     settings = answer_settings(options, base, questions, digest_image_files(questions))
     return answer_questions(options, base, questions, settings, out, overwrite)

@@ -48,7 +48,7 @@ def evaluate(
         metrics[name] = function
     base = options.find()
     if out is not None:
-        options.require_apart(base, out)
+        options.refuse_overlap(base, out)
         _require_own_folder(out, overwrite)
     questions = read_questions(options.data, with_reference=True)
     reference = questions[0].reference or ""

@@ -23,7 +23,7 @@ from ..models.base import ModelSource
 from ..models.check_weights import quantized_by
 from ..models.find import find_source
 from ..models.placement import Device, place_processes
-from ..paths import require_apart
+from ..paths import refuse_overlap
 from ..terminal_text import format_bytes, pip_install, pluralize, write_line
 from .evaluate import describe_scores, evaluate
 from .merge import (
@@ -130,9 +130,9 @@ def export(
     require_llm_compressor()
     place_processes(1, device)
     base = find_exportable(model, out, revision)
-    require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
+    refuse_overlap(out, folders_of_source(calibration, "--calibration"), "--out")
     if evaluation is not None:
-        require_apart(out, folders_of_source(evaluation.data, "--evaluate"), "--out")
+        refuse_overlap(out, folders_of_source(evaluation.data, "--evaluate"), "--out")
         evaluation.placement()
         read_questions(evaluation.data, with_reference=True)
         require_images(evaluation.data)

@@ -20,9 +20,9 @@ from ..atomic import (
 )
 from ..models.base import ADAPTER_CONFIG, PEFT_SETTING_TYPES, ModelSource, folders_of
 from ..models.find import find_source
-from ..models.weight_files import WEIGHTS_INDEX, keep_transformers_entries, shards_of
+from ..models.weight_files import WEIGHTS_INDEX, keep_known_index_entries, shards_of
 from ..patch.config_json import read_json_object
-from ..paths import require_apart
+from ..paths import refuse_overlap
 from ..terminal_text import listed, show_progress
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def require_mergeable(base: ModelSource, out: Path) -> None:
 
     The message names the fields of the adapters' config that a merge would not honor.
     """
-    require_apart(out, folders_of(base), "--out")
+    refuse_overlap(out, folders_of(base), "--out")
     if base.adapters is None:
         return
     path = base.adapters / ADAPTER_CONFIG
@@ -177,7 +177,7 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     load_processor(base).save_pretrained(out)
     copy_license_and_generation(folder, out)
     if (folder / WEIGHTS_INDEX).is_file():
-        index = keep_transformers_entries(read_json_object(folder / WEIGHTS_INDEX))
+        index = keep_known_index_entries(read_json_object(folder / WEIGHTS_INDEX))
         write_atomically(out / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
     unmerged = {*layers}

@@ -18,7 +18,7 @@ from ..models.find import find_source
 from ..models.placement import Placement, place_processes
 from ..models.quantized_weights import WEIGHT_FORMATS, check_weights_option
 from ..option_fields import find_field_problems, option
-from ..paths import require_apart
+from ..paths import refuse_overlap
 from ..terminal_text import show_progress
 
 # Below this temperature, fp32 logits overflow to infinity and no token can be sampled.
@@ -166,9 +166,9 @@ class AnswerOptions(ModelOptions):
     batch_size: int = option(8, "rows that each process answers at once", metavar="N", ge=1)
     generation: Generation = Generation()
 
-    def require_apart(self, base: ModelSource, out: Path) -> None:
+    def refuse_overlap(self, base: ModelSource, out: Path) -> None:
         """Raise ``ValueError`` if ``out`` overlaps with the folders of the model or the data."""
-        require_apart(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
+        refuse_overlap(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
 
 
 def read_questions(data: str | Path | DataSource, with_reference: bool = False) -> list[Question]:

@@ -33,7 +33,7 @@ from ..patch.config_json import (
     read_json_object,
     why_not_glm4v,
 )
-from ..paths import require_apart
+from ..paths import refuse_overlap
 from ..remote import tokenization_chatglm
 from ..remote.configuration_chatglm import (
     FULL_AUTO_MAP,
@@ -42,7 +42,7 @@ from ..remote.configuration_chatglm import (
     EVA2CLIPVisionConfig,
     keep_known_settings,
     refuse_nonfinite_generation,
-    warn_saved_without,
+    warn_unsaved,
 )
 from ..remote.tokenization_chatglm import CHAT_TEMPLATE
 from ..terminal_text import (
@@ -63,7 +63,7 @@ from .weight_files import (
     SINGLE_FILE,
     WEIGHTS_INDEX,
     TensorInfo,
-    keep_transformers_entries,
+    keep_known_index_entries,
     read_header,
     require_matching_index,
     shards_of,
@@ -110,7 +110,7 @@ TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat
     *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
 }
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
-# Keys of config.json that are ids of tokens, and these tokens.
+# Keys of config.json, and the token whose id each must be.
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
 DISK_CURE = ", or give a folder elsewhere as --out"
@@ -169,7 +169,7 @@ def make_model_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, 
     files[GENERATION_CONFIG] = _generation_config(name, source_files, config)
     if WEIGHTS_INDEX in source_files:
         index = _read_json(name, source_files, WEIGHTS_INDEX)
-        known = keep_transformers_entries(index)
+        known = keep_known_index_entries(index)
         is_unchanged = known == index
         files[WEIGHTS_INDEX] = source_files[WEIGHTS_INDEX] if is_unchanged else to_json_bytes(known)
     return files
@@ -254,7 +254,7 @@ def _make_config(
 
 
 def _processor_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of tokenizer and processor, the same with every supported transformers.
+    """Return the files of tokenizer and processor; they do not depend on transformers' version.
 
     All versions of transformers save the same tokenizer.json, chat template and settings of the
     image processor. The other two config files differ between versions, so they are made here:
@@ -269,7 +269,7 @@ def _processor_files(name: str, source_files: Mapping[str, bytes]) -> dict[str, 
         try:
             processor = load_processor(ModelSource(source))
             if IMAGE_MARK not in (processor.chat_template or ""):
-                warn_saved_without(["chat_template, which has no images"], name)
+                warn_unsaved(["chat_template, which has no images"], name)
                 processor.chat_template = processor.tokenizer.chat_template = CHAT_TEMPLATE
             chat = [{"role": "user", "image": Image.new("RGB", (32, 32)), "content": "?"}]
             processor.apply_chat_template(chat, tokenize=True, return_dict=True)
@@ -298,7 +298,7 @@ class WeightFiles(NamedTuple):
     """The files of a model's weights and their tensors.
 
     Attributes:
-        paths: The path of each file, by the name that the file gets beside our code.
+        paths: The path of each file, by the file's name in the new folder.
         tensors: All tensors, by name.
         file_index: The index of these files; None for a single file.
     """
@@ -415,7 +415,7 @@ def adopt(folder: Path, out: Path | None = None) -> str:
     if is_default and folder.parent.name == "snapshots":
         raise ValueError(f"{folder} is in the Hub's cache; give a folder outside of it as --out")
     out = out or folder.with_name(f"{folder.name}-adopted")
-    require_apart(out, [("the folder itself", folder)], "--out")
+    refuse_overlap(out, [("the folder itself", folder)], "--out")
     with show_progress(f"checking {printable(str(folder))}"):
         model = _check_model(folder)
     if not model.config.original_rope:  # a cogagent-9b

@@ -75,7 +75,7 @@ class ModelSource:
 
 
 def folders_of(source: ModelSource) -> list[tuple[str, str | Path]]:
-    """Return ``(description, path)`` of a source's folders, for :func:`paths.require_apart`."""
+    """Return ``(description, path)`` of a source's folders, for :func:`paths.refuse_overlap`."""
     folders: list[tuple[str, str | Path]] = [("the model's folder", source.model)]
     if source.adapters is not None:
         folders.append(("the adapters' folder", source.adapters))

@@ -110,7 +110,7 @@ def check_index(index: Mapping[str, Any]) -> dict[str, str]:
     return weight_map
 
 
-def keep_transformers_entries(index: Mapping[str, Any]) -> dict[str, Any]:
+def keep_known_index_entries(index: Mapping[str, Any]) -> dict[str, Any]:
     """Return an index with only the entries that transformers writes."""
     sizes = ("total_size", "total_parameters")
     metadata = {key: value for key, value in index["metadata"].items() if key in sizes}

@@ -26,7 +26,7 @@ class CacheMetadata(NamedTuple):
         text_start: Cache index, at least 1. All entries from there on are text, and their position
             ids increase by 1.
         length: Cache length up to which this metadata is valid.
-        next_position: ``(B, 1)``, the position id at ``text_start``.
+        text_start_position: ``(B, 1)``, the position id at ``text_start``.
         key_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before
             ``text_start``. They identify a sequence after the cache's sequences were reordered,
             selected, repeated or copied. ``None`` if the keys were not readable.
@@ -34,7 +34,7 @@ class CacheMetadata(NamedTuple):
 
     text_start: int
     length: int
-    next_position: Tensor
+    text_start_position: Tensor
     key_fingerprint: Tensor | None
 
 
@@ -96,7 +96,7 @@ def record_pass(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
         record = CacheMetadata(
             text_start=text_start,
             length=length,
-            next_position=last_B1 + 1 - (length - text_start),
+            text_start_position=last_B1 + 1 - (length - text_start),
             key_fingerprint=_compute_fingerprint(cache, text_start, length),
         )
         records.append(record)
@@ -115,7 +115,8 @@ def _compute_fingerprint(cache: Cache, text_start: int, length: int) -> Tensor |
 
     Return ``None`` if the keys are not readable.
     """
-    # Keys of the last layer that has keys depend on the whole sequence. (Early exit skips layers.)
+    # Keys of the last layer depend on all earlier tokens. (With early exit, it has no keys: take
+    # the last layer that has some.)
     layers: list[Any] = [*cache.layers]
     filled = [layer for layer in layers if layer.is_initialized]
     keys = filled[-1].keys if filled else None
@@ -153,7 +154,7 @@ def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | Non
         )
     # Each sequence takes the position id of the recorded sequence that matches. The keys, and so
     # is_match, may be on another device than the position ids.
-    next_B1 = metadata.next_position + (past_length - metadata.text_start)
+    next_B1 = metadata.text_start_position + (past_length - metadata.text_start)
     return torch.where(is_match.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
 
@@ -187,7 +188,7 @@ def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Ten
 class ExpandedPrompt:
     """The prompt of a ``generate`` call. Its image placeholders are expanded once, before prefill.
 
-    Beam search only swaps copies of one sequence, so the prompt needs no reordering.
+    Beam search only exchanges beams of the same prompt, so this object needs no reordering.
 
     Attributes:
         input_ids: ``(B, L)``, the prompt's ids before expansion. ``generate`` passes the same
@@ -195,13 +196,14 @@ class ExpandedPrompt:
         batch: The prompt with its image placeholders expanded.
         position_ids: The argument of ``generate``. It is stored, because in decode steps some
             releases of transformers pass only the position ids of new tokens.
-        num_forward_calls: How many times ``prepare_inputs_for_generation`` was called.
+        num_prepare_calls: How many times ``prepare_inputs_for_generation`` was called, which is
+            once for each forward pass.
     """
 
     input_ids: Tensor
     batch: ExpandedBatch
     position_ids: Tensor | None = None
-    num_forward_calls: int = 0
+    num_prepare_calls: int = 0
 
     @property
     def length(self) -> int:

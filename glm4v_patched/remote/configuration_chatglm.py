@@ -232,7 +232,7 @@ def keep_our_auto_classes(auto_map: dict | None, own_auto_class: str | None) -> 
     }
 
 
-def warn_saved_without(names: Iterable, file: str) -> None:
+def warn_unsaved(names: Iterable, file: str) -> None:
     """Log the names of unknown settings, which are not saved to ``file``."""
     if names := [f"{name!r:.60}" for name in names]:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -244,7 +244,7 @@ def warn_saved_without(names: Iterable, file: str) -> None:
 
 def keep_known_settings(values: Mapping, known: Collection, file: str) -> dict:
     """Return the items of ``values`` with a known key, and log all other keys."""
-    warn_saved_without([key for key in values if key not in known], file)
+    warn_unsaved([key for key in values if key not in known], file)
     return {key: value for key, value in values.items() if key in known}
 
 
@@ -665,7 +665,7 @@ class ChatGLMConfig(PretrainedConfig):
         ]
         for name in saved.keys() & {"vision_config", "quantization_config"}:
             unknown += [f"{name}.{key}" for key in values[name] if key not in saved[name]]
-        warn_saved_without(unknown, "config.json")
+        warn_unsaved(unknown, "config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:

@@ -24,7 +24,7 @@ from .cache_metadata import (
     record_decode_step,
     static_capacity,
 )
-from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation, warn_saved_without
+from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation, warn_unsaved
 from .image_checks import InputBatch, check_position
 from .image_layout import ExpandedBatch, expand_image_placeholders
 from .keywords import (
@@ -54,7 +54,7 @@ def keep_known_options(generation_config: GenerationConfig) -> GenerationConfig:
     """Return a copy for saving, with only the options that transformers defines; log the others."""
     known = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
-    warn_saved_without(unknown, "generation_config.json")
+    warn_unsaved(unknown, "generation_config.json")
     for name in unknown:
         delattr(known, name)
     return known
@@ -111,9 +111,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
         cache = resolve_cache(past_key_values, cache)
         forwarded = drop_generate_kwargs(kwargs)
         if expanded_prompt is not None:
-            expanded_prompt.num_forward_calls += 1
+            expanded_prompt.num_prepare_calls += 1
             if (
-                expanded_prompt.num_forward_calls > 1
+                expanded_prompt.num_prepare_calls > 1
                 and cache is None
                 and forwarded.get("use_cache")
             ):
@@ -127,7 +127,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             if inputs_embeds is None:
                 length = input_ids.shape[1]
                 if (
-                    expanded_prompt.num_forward_calls > 1
+                    expanded_prompt.num_prepare_calls > 1
                     and attention_mask is not None
                     and attention_mask.shape[1] > length
                 ):
@@ -213,7 +213,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             # packed sequences.
             batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
         position_ids = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
-        batch = batch._replace(position_ids=position_ids, num_cached_in_ids=past_length)
+        batch = batch._replace(position_ids=position_ids, num_cached_tokens=past_length)
         num_images = 0 if images is None else len(images)
         prompt_format = self.transformer.prompt_format
         return expand_image_placeholders(batch, prompt_format, num_images, prompt_length)

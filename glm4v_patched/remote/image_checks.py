@@ -47,8 +47,8 @@ class InputBatch(NamedTuple):
         past_length: ``P``, the number of cache entries before ``input_ids``.
         next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached_in_ids: The number of cache entries whose tokens ``input_ids`` repeats at its
-            beginning. If it is above 0, ``past_length`` is 0.
+        num_cached_tokens: How many tokens at the beginning of ``input_ids``, after expansion, are
+            in the cache. If it is above 0, ``past_length`` is 0.
     """
 
     input_ids: Tensor
@@ -58,7 +58,7 @@ class InputBatch(NamedTuple):
     last_shift_label: Tensor | None = None
     past_length: int = 0
     next_position: Tensor | None = None
-    num_cached_in_ids: int = 0
+    num_cached_tokens: int = 0
 
 
 def check_shapes(batch: InputBatch) -> None:
@@ -97,7 +97,7 @@ def check_shapes(batch: InputBatch) -> None:
 
 
 # Every batch has these statistics:
-#   length, shortest_length           the expanded lengths of the longest and the shortest sequence
+#   expanded_length, shortest_length  the expanded lengths of the longest and the shortest sequence
 #   last_position                     the greatest position id
 #   text_start                        see ExpandedBatch
 #   num_begin_ids, num_end_ids        the numbers of begin- and end-of-image ids
@@ -105,7 +105,7 @@ def check_shapes(batch: InputBatch) -> None:
 #   inner_length                      1; if an image has a wrong number of inner ids, that number
 #   smallest_id, largest_id           the range of input_ids
 # Only batches with labels, position_ids, a mask or a cache have the following ones. num_restarts
-# counts the position ids of 0 after another token, num_decreases all others below the previous one.
+# counts position ids of 0 that are not the first, num_decreases other ids below the previous one.
 OPTIONAL_STATS = ["smallest_label", "largest_label", "num_labels_in_images"]
 OPTIONAL_STATS += ["num_zero_positions_in_images", "num_unknown_positions", "num_padding"]
 OPTIONAL_STATS += ["num_wrong_mask_values", "num_restarts", "num_decreases"]
@@ -138,15 +138,15 @@ def assert_in_graph(
     expected |= {"num_restarts": 0, "num_decreases": 0, "num_zero_positions_in_images": 0}
     length = batch.input_ids.shape[1]
     if may_expand:
-        length = cast(int, stats["length"].item())  # a symbol, whose lower bound _check declares
-        torch._check(length >= 3)
+        length = cast(int, stats["expanded_length"].item())
+        torch._check(length >= 3)  # the length is a symbol, and this declares its lower bound
     else:
-        expected["length"] = length
+        expected["expanded_length"] = length
     # If sequences may expand to different lengths, a batch without a mask gets one. A packed batch
     # must not get a mask, so its sequences must expand to equal lengths.
     has_equal_lengths = batch.input_ids.shape[0] == 1 or not may_expand
     if batch.position_ids is not None and batch.attention_mask is None:
-        expected["shortest_length"] = stats["length"]
+        expected["shortest_length"] = stats["expanded_length"]
         has_equal_lengths = True
     is_valid = stats["last_position"] < prompt_format.max_positions
     for name, value in expected.items():
@@ -164,12 +164,12 @@ def assert_in_graph(
     # A graph does not know text_start and num_padding: assume that images go to the end, and that
     # a mask has padding.
     host_stats = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
-    host_stats |= {"length": length, "shortest_length": length if has_equal_lengths else 0}
+    host_stats |= {"expanded_length": length, "shortest_length": length if has_equal_lengths else 0}
     return host_stats | {"text_start": length, "num_padding": int("num_padding" in stats)}
 
 
 def check_images(
-    stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached_in_ids: int
+    stats: dict[str, int], prompt_format: PromptFormat, num_images: int, num_cached_tokens: int
 ) -> None:
     """Raise ``ValueError`` if begin- and end-of-image ids are invalid or do not fit the images."""
     num_begins, num_ends = stats["num_begin_ids"], stats["num_end_ids"]
@@ -189,7 +189,7 @@ def check_images(
         )
     # The caller may pass all images or only those after the cache. If all images are cached, the
     # model reads none of them, so the caller may pass fewer.
-    are_all_cached = num_cached_in_ids > 0 and not num_uncached and num_images <= num_spans
+    are_all_cached = num_cached_tokens > 0 and not num_uncached and num_images <= num_spans
     if num_images not in (num_spans, num_uncached) and not are_all_cached:
         raise ValueError(
             f"{num_images} images were given for {num_spans} begin-of-image ids in input_ids: give "

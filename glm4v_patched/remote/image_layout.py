@@ -36,14 +36,14 @@ class ExpandedBatch(NamedTuple):
         image_mask: ``(B, R)`` bool, true from begin to end of an image, both included.
         attention_mask: ``(B, P + R)``, or the 4D mask that was passed; ``None`` if not needed.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and at the first token of a
-            sequence or packed sample. With ``InputBatch.last_shift_label``, which is then the last
-            column, ``(B, R + 1)``.
+            sequence or packed sample. ``(B, R + 1)`` if ``last_shift_label`` was passed: that is
+            then the last column.
         packed_position_ids: ``(B, R)``, for packed sequences only: the index of each token in its
             sample. Unlike in ``position_ids``, each inner token of an image has its own index.
         last_position: The greatest position id of the batch, on the host.
         has_padding: Whether any token is padding.
         text_start: First column from which every sequence of the batch is only text whose position
-            ids increase by 1. It is 0 only if the first position id also continues the cache.
+            ids increase by 1. It is 0 only if the entire batch is text that continues the cache.
     """
 
     input_ids: Tensor
@@ -101,9 +101,8 @@ def expand_image_placeholders(
     unexpanded prompts.
 
     Args:
-        num_images: Number of images that come with the batch. If ``input_ids`` repeats cached
-            tokens (``num_cached_in_ids``), it is the number of all images, or of those after the
-            cached tokens.
+        num_images: Number of images that come with the batch: all images of ``input_ids``, or only
+            those after its cached tokens (``InputBatch.num_cached_tokens``).
         prompt_length: Number of columns that are prompt. All later columns are generated, and begin
             and end ids among them are ordinary tokens. Default: all columns are prompt.
         num_items_in_batch: The divisor of the summed loss, if known.
@@ -118,7 +117,7 @@ def expand_image_placeholders(
     spans = _find_image_spans(batch.input_ids, prompt_format, prompt_length)
     analysis = _analyze_batch(batch, spans, prompt_format, num_images)
     stats, labels = analysis.stats, batch.labels
-    check_images(stats, prompt_format, num_images, batch.num_cached_in_ids)
+    check_images(stats, prompt_format, num_images, batch.num_cached_tokens)
     check_batch_values(stats, batch, analysis.padding_mask, prompt_format, num_items_in_batch)
     padding_mask = analysis.padding_mask
     attention_mask = batch.attention_mask if padding_mask is None else padding_mask
@@ -169,7 +168,7 @@ def _expand(
 ) -> ExpandedBatch:
     """Expand a batch whose tensors still have the length of ``input_ids``."""
     input_ids, stats, current_mask = batch.input_ids, analysis.stats, analysis.current_mask
-    length, unexpanded_length = stats["length"], input_ids.shape[1]
+    length, unexpanded_length = stats["expanded_length"], input_ids.shape[1]
     if batch.attention_mask is not None and current_mask is None:
         raise ValueError(
             f"a {batch.attention_mask.ndim}D attention_mask cannot be expanded with its image "
@@ -223,16 +222,16 @@ def _find_image_spans(
     is_end_id = (input_ids == prompt_format.end_id) & is_prompt
     is_marker = is_begin_id | is_end_id
     # ``markers`` has for each sequence: -1, the columns of all markers (begin and end ids) in
-    # order, then ``length``. Columns of other ids are written to the last entry. It is read only if
-    # all ids are markers, and then nothing was written to it.
+    # order, then ``length``. The columns of all other ids are written to the last entry, which is
+    # read only if there are no other ids.
     num_markers = is_marker.cumsum(dim=1)
     markers = num_markers.new_full((batch_size, length + 2), length)
     markers[:, 0] = -1
     markers.scatter_(1, num_markers.masked_fill(~is_marker, length + 1), columns)
     # For each column: the last marker up to it (-1: none) and the next marker after it (``length``:
-    # none). If there is none, clamping gives the first or the last column, which is then no marker.
-    # One case is different: an end id in the last column becomes its own next marker, and its
-    # ``precedes_end`` is wrongly true. Nothing below uses that value.
+    # none). "None" is clamped to the first or the last column, whose id is then no marker, so
+    # ``follows_begin`` or ``precedes_end`` is false. Only an end id in the last column is clamped
+    # to itself, but ``precedes_end`` is not used for end ids.
     last_marker, next_marker = markers.gather(1, num_markers), markers.gather(1, num_markers + 1)
     follows_begin = is_begin_id.gather(1, last_marker.clamp(min=0))
     precedes_end = is_end_id.gather(1, next_marker.clamp(max=length - 1))
@@ -332,7 +331,7 @@ def _analyze_batch(
     length, shortest = ends[:, -1].max(), ends[:, -1].min()
     # For each id, the column after its expanded tokens, with the padding on the left.
     expanded_ends = ends + length - ends[:, -1:]
-    stats = {"length": length, "shortest_length": shortest}
+    stats = {"expanded_length": length, "shortest_length": shortest}
     stats["last_position"] = final_position_ids.max()
     interrupts_text = _mark_text_interruptions(batch, spans, final_position_ids)
     if current_mask is not None:
@@ -350,17 +349,17 @@ def _analyze_batch(
         stats["num_padding"] = (padding_mask == 0).sum()
         if position_ids is not None:
             stats |= _restart_stats(initial_position_ids, current_mask)
-    # An exported program takes unexpanded and expanded prompts. Any other graph asserts that its
-    # prompts are expanded. There is one exception: prompts with fewer ids than their images have
-    # tokens are certainly unexpanded. Then copying the statistics to the host breaks the graph, and
-    # the batch is expanded outside of it.
+    # A graph asserts its statistics, and assumes the worst case for those that vary. Only exported
+    # programs take unexpanded prompts in a graph. A batch with fewer ids than its images have
+    # tokens is certainly unexpanded: to expand it outside of a compiled graph, break the graph by
+    # copying the statistics to the host.
     may_expand = is_exporting() and num_images > 0
     num_tokens_of_images = num_images * (prompt_format.num_image_tokens + 2)
     if torch.compiler.is_compiling() and (may_expand or num_tokens_of_images <= input_ids.numel()):
         host_stats = assert_in_graph(stats, batch, prompt_format, num_images, may_expand)
     else:
         host_stats = stats_to_host(stats)
-        may_expand = host_stats["length"] != input_ids.shape[1]
+        may_expand = host_stats["expanded_length"] != input_ids.shape[1]
     return _BatchAnalysis(
         stats=host_stats,
         may_expand=may_expand,
@@ -391,7 +390,7 @@ def _image_stats(
     # one that differs most from 1.
     lengths = spans.inner_length.masked_fill(~spans.is_image_begin, 1).flatten()
     lengths = lengths.masked_fill(lengths == prompt_format.num_image_tokens, 1)
-    is_uncached = expanded_ends > batch.num_cached_in_ids
+    is_uncached = expanded_ends > batch.num_cached_tokens
     return {
         "num_begin_ids": spans.is_begin_id.sum(),
         "num_end_ids": spans.is_end_id.sum(),

@@ -20,7 +20,7 @@ from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.image_utils import ImageInput
 from transformers.utils import is_vision_available
 
-from .configuration_chatglm import PROCESSOR_CLASS, keep_our_auto_classes, warn_saved_without
+from .configuration_chatglm import PROCESSOR_CLASS, keep_our_auto_classes, warn_unsaved
 
 if is_vision_available():
     import PIL.Image
@@ -86,7 +86,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, but only settings of this class; log all other settings."""
-        warn_saved_without(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
+        warn_unsaved(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:

@@ -10,7 +10,7 @@ from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine import fp8, implementations
-from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.activation_checkpointing import transformer_layers
 from glm4v_patched.engine.implementations import ModelUsage, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
 from glm4v_patched.engine.kernels.fp8_linear import (
@@ -210,7 +210,7 @@ def test_which_layers_multiply_in_fp8(compiled):
         "mlp.fc1": Fp8DynamicLinear,
         "mlp.fc2": Fp8DynamicLinear if compiled else nn.Linear,
     }
-    layers = [*checkpointed_layers(model)]
+    layers = [*transformer_layers(model)]
     inside = {id(m) for transformer_layer in layers for m in transformer_layer.modules()}
     outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
     assert len(outside) == 5  # the projector's, and the output layer
@@ -269,7 +269,7 @@ def test_policies_give_the_same_gradients_and_save_fp8_products_like_others(trai
 def test_gradients_are_the_same_with_and_without_stored_transposed_weights():
     _, both, model = step(PLAIN)
     assert any(m.transposed is not None for m in model.modules() if type(m) is Fp8StoredLinear)
-    _, one, model = step(replace(PLAIN, may_store_transposed=False))
+    _, one, model = step(replace(PLAIN, may_store_transposed_fp8=False))
     assert all(m.transposed is None for m in model.modules() if type(m) is Fp8StoredLinear)
     assert all(torch.equal(both[name], one[name]) for name in both)
     lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)

@@ -13,7 +13,7 @@ from glm4v_patched.bench.roofline import benchmark_batch
 from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.bench.table import read_measurements
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.activation_checkpointing import transformer_layers
 from glm4v_patched.engine.layer_memory import language_sizes, tower_sizes
 from glm4v_patched.engine.memory_check import find_memory_problem
 from glm4v_patched.engine.memory_plan import (
@@ -222,7 +222,7 @@ def test_weights_trained_in_fp32_add_autocast_copies_and_fp32_activations(
     persistent = model_state_bytes(REAL, options, batch)
     assert saved / GIB < 32 < persistent / GIB
     assert estimate_peak_bytes(REAL, options, batch) == persistent
-    accumulating = estimate_peak_bytes(REAL, options, replace(batch, accumulates=True))
+    accumulating = estimate_peak_bytes(REAL, options, replace(batch, accumulates_gradients=True))
     assert accumulating == persistent + saved + temporary_bytes(REAL, options, batch)
 
 
@@ -248,7 +248,7 @@ def test_the_estimated_activations_of_a_layer_are_those_that_autograd_saves(trai
         trained=trained, lora=lora, precision="fp32", zero_stage=2, compile=False
     )
     model = select_weights(GLM4VForCausalLM(config), trained, lora).train()
-    block, tower, *_ = checkpointed_layers(model)
+    block, tower, *_ = transformer_layers(model)
     assert isinstance(block, GLMBlock) and isinstance(tower, TransformerLayer)
     width, side = config.hidden_size, config.vision.hidden_size
     rotation = RotaryEmbedding(config)(torch.arange(tokens)[None], torch.float32)
@@ -308,7 +308,7 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
     saved = tower_params + lm_params
     for transposed in (False, True):
         in_fp8 = model_state_bytes(
-            config, replace(options, fp8=True, may_store_transposed=transposed), batch
+            config, replace(options, fp8=True, may_store_transposed_fp8=transposed), batch
         )
         if transposed and stage < 3:  # for layers that have a backward pass
             saved -= lm_params + tower_params * (trained == "lora_all")

@@ -23,7 +23,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, distributed, nn
 
-from ..activation_checkpointing import checkpointed_layers
+from ..activation_checkpointing import transformer_layers
 from ..options import EngineOptions
 from . import internals
 
@@ -80,7 +80,7 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     if gathers_layers:
         from deepspeed.utils import set_z3_leaf_modules
 
-        set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
+        set_z3_leaf_modules(model, list({type(layer) for layer in transformer_layers(model)}))
     if torch.cuda.is_available():
         limit_layers_in_flight(model, MAX_LAYERS_IN_FLIGHT)
 
@@ -117,7 +117,7 @@ def limit_layers_in_flight(model: nn.Module, layers: int) -> None:
         if output.requires_grad:
             output.register_hook(wait)  # returns None: the gradient is not changed
 
-    for layer in checkpointed_layers(model):
+    for layer in transformer_layers(model):
         layer.register_forward_hook(wait_in_both_passes)
 
 

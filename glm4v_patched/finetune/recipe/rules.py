@@ -15,7 +15,7 @@ from ...engine.options import (
     MODEL_PARTS,
     is_lora,
     parts_with_learning_rates,
-    trains_vision,
+    trains_tower_or_projector,
 )
 from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
@@ -113,7 +113,7 @@ def _model_conflicts(values: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         yield RecipeProblem("revision", text)
     if trained is None:
         return
-    if values.get("data.reuse_features") and trains_vision(trained):
+    if values.get("data.reuse_features") and trains_tower_or_projector(trained):
         yield RecipeProblem(
             "data.reuse_features",
             f"data.reuse_features with trained {trained}, which trains the vision tower or its "
