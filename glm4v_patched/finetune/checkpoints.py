@@ -7,8 +7,8 @@ last, once the files of every process are on the disk. The manifest lists the fi
 and digests, and the fingerprint that a resumed run must match.
 
 A manifest reveals unfinished checkpoints, missing or changed files, and its own damage. It does not
-reveal every change: only sampled blocks of files above 64 MiB are hashed, because checkpoints of
-the real model have 200 GB, and someone could write a new manifest for changed files.
+reveal every change: of files above 64 MiB, only sampled blocks are hashed, because checkpoints of
+the real model have 200 GB. Someone could also write a new manifest for changed files.
 """
 
 import hashlib
