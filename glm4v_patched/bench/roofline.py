@@ -83,7 +83,7 @@ def vision_flop(config: ChatGLMConfig) -> float:
     attention = 4 * tokens**2 * vision.hidden_size
     linear = 2 * tokens * sum(map(prod, tower_layer.values()))
     layers_flop = vision.num_hidden_layers * (linear + attention)
-    # The projector's matrices: count_projector also counts 5 vectors, biases and norms.
+    # The projector's matrices, without the 5 vectors that count_projector includes.
     projector_weights = count_projector(config) - 5 * config.hidden_size
     return layers_flop + 2 * vision.num_image_tokens * projector_weights
 

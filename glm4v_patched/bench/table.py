@@ -107,9 +107,9 @@ def hardware_cell(row: dict) -> str:
 
 
 def _policies_cell(row: dict) -> str:
-    """Return the activation checkpointing of tower and language model, with "auto" resolved."""
+    """Return the activation checkpointing of tower and language model."""
     checkpointing = {"tower": "auto", "language": "auto"} | row["settings"]
-    checkpointing |= row.get("policies") or {}
+    checkpointing |= row.get("policies") or {}  # what "auto" was resolved to
     # A frozen tower stores no activations.
     tower = checkpointing["tower"] if trains_tower(row["workload"]) else "-"
     return f"{tower}, {checkpointing['language']}"
@@ -117,7 +117,7 @@ def _policies_cell(row: dict) -> str:
 
 def _live_parameters_cell(row: dict) -> str:
     """Return how many parameters ZeRO-3 keeps gathered; "-" if unknown or without ZeRO-3."""
-    # In "policies", stage3_max_live_parameters is called "gathered".
+    # The key "gathered" of row["policies"] is the decided stage3_max_live_parameters.
     settings = row["settings"] | (row.get("policies") or {})
     live = settings.get("gathered", settings.get("stage3_max_live_parameters"))
     return "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"
@@ -150,8 +150,8 @@ def _formatted(key: str, template: str) -> Column:
     return lambda row: "-" if row.get(key) is None else template.format(row[key])
 
 
-# Columns that describe a measurement of training. A row of an ablation has the settings of the rows
-# above it and one more, which "added" names.
+# Columns that describe a measurement of training. In an ablation, each row differs from the row
+# above it by one setting, which the column "added" names.
 TRAINING_SETTING_COLUMNS: dict[str, Column] = {
     "added": _formatted("added", "{}"),
     "trained": lambda row: row["workload"],
@@ -253,10 +253,9 @@ def sort_measurements(rows: list[dict]) -> list[dict]:
     if "gpus" not in rows[0]:
         return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
     regular = [row for row in rows if "added" not in row]
-    order = {
-        row["workload"]: (*TRAINED_CHOICES, row["workload"]).index(row["workload"]) for row in rows
-    }
-    regular.sort(key=lambda row: (order[row["workload"]], hardware_cell(row)))
+    order = {trained: number for number, trained in enumerate(TRAINED_CHOICES)}
+    last = len(order)  # for lists of model parts, such as "tower+projector"
+    regular.sort(key=lambda row: (order.get(row["workload"], last), hardware_cell(row)))
     return regular + [row for row in rows if "added" in row]
 
 

@@ -21,7 +21,7 @@ from torch.utils.benchmark import timer
 from transformers import TrainerCallback
 
 from ..data.collate import ConversationCollator
-from ..data.workers import loader_options, worker_start
+from ..data.workers import loader_options, start_method
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide_options, min_free_gpu_memory
 from ..engine.options import EngineOptions
@@ -137,7 +137,7 @@ def _build_benchmark_trainer(
     trainer = build_trainer(
         partial(prepare_model, options, _model_builder(settings, config, options)),
         arguments,
-        LoopOptions(max_nonfinite_steps=1, worker_start=worker_start(options.offload)),
+        LoopOptions(max_nonfinite_steps=1, worker_start_method=start_method(options.offload)),
         callbacks=[step_timer],
         reuse_features=settings.reuse_features,
         train_dataset=samples,

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from .worker import PAIRS, POSITIONS, ROTATIONS, SHARED
+from .worker import POSITION_KINDS, ROPE_KINDS, ROPE_PAIRS, SHARED_IDS
 
 Verdict = Literal["same", "undecided", "the original is wrong", "DIFFERENT", "OURS IS WRONG"]
 SAME: Final = "same"
@@ -122,20 +122,21 @@ class _OutputPair:
             yield Comparison(case, quantity, theirs, ours, verdict, note)
 
     def find_rotation_and_positions(self) -> Iterator[Comparison]:
-        """Find with which rotation and image positions our logits are nearest to the original's.
+        """Find which rotary embedding and which image positions the original has.
 
-        A text has no image positions, so it shows the rotation. An image then shows the positions.
+        They are those with which our logits are nearest to the original's. The rotary embedding is
+        found first, with a sample without an image.
         """
         if any(m.error(case, "logits") for m in self.models for case in ("text", "image")):
             return
         ours = self.ours.results["text"]["rotation"]
-        differences = {n: self._logits_difference("text", n, SHARED) for n in ROTATIONS}
-        cure = f"set original_rope in config.json to {'false' if ours == PAIRS else 'true'}"
+        differences = {n: self._logits_difference("text", n, SHARED_IDS) for n in ROPE_KINDS}
+        cure = f"set original_rope in config.json to {'false' if ours == ROPE_PAIRS else 'true'}"
         yield self._nearest("text", "rotation", ours, differences, cure)
         nearest = min(differences, key=lambda name: differences[name])
-        differences = {n: self._logits_difference("image", nearest, n) for n in POSITIONS}
+        differences = {n: self._logits_difference("image", nearest, n) for n in POSITION_KINDS}
         cure = "this package cannot compute it: do not train or serve this model with it"
-        yield self._nearest("image", "image positions", SHARED, differences, cure)
+        yield self._nearest("image", "image positions", SHARED_IDS, differences, cure)
 
     def _logits_difference(self, case: str, rotation: str, positions: str) -> float:
         ours = self.ours.tensors[f"{case}, {rotation}, {positions}/logits"]
@@ -156,7 +157,7 @@ class _OutputPair:
         note = f"logits differ by {' and by '.join(texts)}"
         if differences[near] > self.logits_tolerance:
             return Comparison(case, quantity, "neither", ours, DIFFERENT, note)
-        if differences[far] <= 2 * differences[near]:  # not more than rounding
+        if differences[far] <= 2 * differences[near]:  # rounding may differ as much
             note += "; this is too close to tell: use --precision fp32"
             return Comparison(case, quantity, "either", ours, UNDECIDED, note)
         if near == ours:
@@ -165,7 +166,7 @@ class _OutputPair:
 
     def compare_padded_batch(self) -> Iterator[Comparison]:
         """Compare, for each model, samples in a padded batch with the same samples alone."""
-        note = "the result of a sample changes when the batch has a longer sample, too"
+        note = "the result of a sample changes if its batch also has a longer sample"
         for name, measure, tolerance in (
             ("logits", self._batch_logits_difference, self.logits_tolerance),
             ("loss", self._batch_loss_difference, self.loss_tolerance),
@@ -191,7 +192,8 @@ class _OutputPair:
         """Judge a value of the padded batch for each model: valid is ``above < value <= at_most``.
 
         Args:
-            quantity: Name of the value, which begins with the result that it is computed from.
+            quantity: Name of the value. Its part before a comma is the result (such as "loss")
+                whose errors are reported.
             template: Format of the value.
             measure: Computes the value from a model's outputs.
             note: The reason for the verdict if the value is not valid.

@@ -30,10 +30,10 @@ LANGUAGE_GRADIENTS = (
 # Logits are compared at the last positions only, which are never padding, because all logits of one
 # sequence would take half a GB.
 NUM_LAST_POSITIONS = 8
-# Our model's logits are computed with each rotation of channels (see original_rope of its config)
-# and with each kind of positions of an image's tokens.
-PAIRS, HALVES = ROTATIONS = ("neighboring pairs", "halves")
-SHARED, COUNTED = POSITIONS = ("shared", "counted")
+# Our model's logits are computed with each rotary embedding (original_rope of its config), and with
+# image tokens that share one position or have a position each.
+ROPE_PAIRS, ROPE_HALVES = ROPE_KINDS = ("neighboring pairs", "halves")
+SHARED_IDS, COUNTED_IDS = POSITION_KINDS = ("shared", "counted")
 
 
 def run_job(job):
@@ -51,8 +51,8 @@ def run_job(job):
         labels = inputs.pop("labels", None)
         record_result(case_results, "logits", compute_logits, model.eval(), inputs, case, tensors)
         if job["ours"] and case in ("text", "image"):
-            case_results["rotation"] = PAIRS if model.config.original_rope else HALVES
-            for rotation, positions in product(ROTATIONS, POSITIONS):
+            case_results["rotation"] = ROPE_PAIRS if model.config.original_rope else ROPE_HALVES
+            for rotation, positions in product(ROPE_KINDS, POSITION_KINDS):
                 name = f"{case}, {rotation}, {positions}"
                 variant = model, inputs, name, tensors, rotation, positions
                 record_result(case_results, name, compute_variant_logits, *variant)
@@ -123,9 +123,9 @@ def compute_variant_logits(model, inputs, case, tensors, rotation, positions):
         return torch.arange(position_ids.shape[1], device=position_ids.device)[None], dtype
 
     original_rope = model.config.original_rope
-    model.config.original_rope = rotation == PAIRS
+    model.config.original_rope = rotation == ROPE_PAIRS
     rotary = model.transformer.rotary_pos_emb
-    hook = rotary.register_forward_pre_hook(count_positions) if positions == COUNTED else None
+    hook = rotary.register_forward_pre_hook(count_positions) if positions == COUNTED_IDS else None
     try:
         return compute_logits(model, inputs, case, tensors)
     finally:

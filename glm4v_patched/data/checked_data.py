@@ -51,8 +51,8 @@ class EpochCounts(NamedTuple):
     supervised: int
 
 
-class BatchSequences(NamedTuple):
-    """The sequences that batches consist of, which are packed if ``pack_to`` is set.
+class EpochSequences(NamedTuple):
+    """The sequences of an epoch, of which batches consist; they are packed if ``pack_to`` is set.
 
     Attributes:
         lengths: Number of tokens of each sequence: ``(sequences,)``.
@@ -188,16 +188,16 @@ class CheckedData:
         row = self.rows[int(rows[0])]
         return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 
-    def batch_sequences(self) -> BatchSequences:
-        """Return the sequences that batches consist of, packed if ``pack_to`` is set."""
+    def epoch_sequences(self) -> EpochSequences:
+        """Return the sequences of an epoch, packed if ``pack_to`` is set."""
         lengths, images = self.column("tokens"), self.column("num_images")
         if self.pack_to is None:
-            return BatchSequences(lengths, images, None)
+            return EpochSequences(lengths, images, None)
         packs = pack_best_fit(lengths.tolist(), self.pack_to)
         lengths, images = (
             np.array([values[pack].sum() for pack in packs]) for values in (lengths, images)
         )
-        return BatchSequences(lengths, images, packs)
+        return EpochSequences(lengths, images, packs)
 
     def row_location(self, sample: int) -> str:
         """Return the location of a sample's row for messages (:func:`rows.row_location`)."""

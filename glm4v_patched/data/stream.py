@@ -27,7 +27,7 @@ from .messages import images_of
 from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
-ROW_PROBLEMS, UNREADABLE_SOURCES = "row_problems", "unreadable"
+BAD_ROWS_KEY, UNREADABLE_KEY = "row_problems", "unreadable"
 """Keys of a batch with lists of messages. The first has the problems of rows that were dropped from
 the batch. The second has the reasons why sources cannot be read further, which must end the run."""
 # Replaces a batch without usable rows.
@@ -141,8 +141,8 @@ class StreamDataset(IterableDataset):
 class StreamingCollator:
     """Collates rows that were not checked before the training.
 
-    A row that cannot be used is dropped. The batch has a list of these rows' problems under
-    :data:`ROW_PROBLEMS` or :data:`UNREADABLE_SOURCES`. If no row remains, the batch has a
+    A row that cannot be used is dropped from its batch, which has the row's problem under
+    :data:`BAD_ROWS_KEY` or :data:`UNREADABLE_KEY`. If no row remains, the batch has a
     conversation without supervised tokens, because all processes must take the step.
 
     Args:
@@ -164,10 +164,10 @@ class StreamingCollator:
             batch = self._collate(row.messages for row, problem in checked if problem is None)
         if isinstance(batch, str):
             raise RuntimeError(f"each row can be collated alone, but not all together: {batch}")
-        problems: dict[str, list[str]] = {ROW_PROBLEMS: [], UNREADABLE_SOURCES: []}
+        problems: dict[str, list[str]] = {BAD_ROWS_KEY: [], UNREADABLE_KEY: []}
         for row, problem in checked:
             if problem is not None:
-                key = UNREADABLE_SOURCES if row.ends_source else ROW_PROBLEMS
+                key = UNREADABLE_KEY if row.ends_source else BAD_ROWS_KEY
                 problems[key].append(f"{row.location}: {problem}")
         return batch | problems
 

@@ -49,7 +49,7 @@ def loader_options(
     }
 
 
-def worker_start(
+def start_method(
     offload: object, trainer_config: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:
     """Return the start method of workers in ``multiprocessing``; None for its default.

@@ -22,7 +22,7 @@ def find_memory_problem(
     options: EngineOptions,
     batch: BatchShape,
     free: float,
-    local_share: float = 1.0,
+    local_process_share: float = 1.0,
 ) -> str:
     """Return why a training does not fit into memory, for the user; "" if it may fit.
 
@@ -31,7 +31,7 @@ def find_memory_problem(
 
     Args:
         free: Usable bytes of each GPU (:func:`memory_plan.apply_memory_limit`); 0 on a CPU.
-        local_share: The fraction of all processes that run on this machine.
+        local_process_share: The fraction of all processes that run on this machine.
     """
     usable, ram = free - NON_TORCH_BYTES, free_ram()
     if free and (needed := model_state_bytes(config, options, batch)) > usable:
@@ -41,7 +41,7 @@ def find_memory_problem(
             "engine.offload true, engine.optimizer adamw_8bit, or fewer trained weights"
         )
     memory = f"of the machine's memory, of which {format_bytes(ram)} are free"
-    if (needed := local_share * offloaded_bytes(config, options)) > ram:
+    if (needed := local_process_share * offloaded_bytes(config, options)) > ram:
         return (
             f"engine.offload is true, and the optimizer states need {format_bytes(needed)} "
             f"{memory}; expected a machine with more, or trained lm, lora_all or lora_lm"
@@ -49,7 +49,7 @@ def find_memory_problem(
     if free:
         return ""
     decided = decide_options(config, options, batch, free)
-    needed += local_share * batch.processes * estimate_peak_bytes(config, decided, batch)
+    needed += local_process_share * batch.processes * estimate_peak_bytes(config, decided, batch)
     if needed <= ram * (1 + ESTIMATE_ERROR):
         return ""
     return (

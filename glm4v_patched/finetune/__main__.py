@@ -45,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse_arguments(argv)
     try:
         rank, placement = _rank_and_placement(options.device == "cpu")
-        local_world_size = placement.local_processes or placement.processes
         # torch reads some of these variables when it is imported.
-        os.environ.update(training_environment(local_world_size, placement.on_cpu))
+        os.environ.update(training_environment(placement.local_world_size, placement.on_cpu))
         # One of them is PYTHONWARNINGS, which has no effect on a process that already runs.
         warnings.simplefilter("ignore", FutureWarning)
         store = _join_store()

@@ -86,7 +86,7 @@ def max_checkpoints_on_disk(
         return int(saves_at_bad_row)
     steps = trainer.max_steps or steps
     # The initial weights may be the best ones, and are then saved as checkpoint-0.
-    saves_at_start = bool(trainer.passthrough_fields.get("eval_on_start")) and (
+    saves_at_start = bool(trainer.other_training_arguments.get("eval_on_start")) and (
         trainer.load_best_model_at_end or strategy == "best"
     )
     if strategy == "steps" and steps is not None:

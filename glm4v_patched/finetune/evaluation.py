@@ -64,14 +64,14 @@ class EvalGenerations:
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
-    def answer(self, model: Any, draws_sheet: bool) -> float:
+    def answer(self, model: Any, is_main_process: bool) -> float:
         """Return the share of answers that match the reference exactly; NaN if there is no row.
 
         Every process answers all rows, because the weights may be sharded over the processes.
 
         Args:
             model: A model with ``generate``, without DeepSpeed's engine around it.
-            draws_sheet: Whether this process draws the contact sheet, and prints the progress.
+            is_main_process: The main process draws the contact sheet and prints the progress.
         """
         if not self.questions:
             return float("nan")
@@ -82,14 +82,14 @@ class EvalGenerations:
                 answerer = Answerer(loaded, self.generation, check_finite=False)
                 answers: list[str] = []
                 total = len(self.questions)
-                with show_progress("generating answers", draws_sheet, total) as progress:
+                with show_progress("generating answers", is_main_process, total) as progress:
                     for batch in split_into_batches(self.questions, self.batch_size):
                         prompts = [question.prompt for question in batch]
                         answers += [answer.text for answer in answerer.answer(prompts)]
                         progress.update(len(batch))
         finally:
             model.generation_config = own_config
-        if draws_sheet:
+        if is_main_process:
             draw_sheet(self.questions, answers, self.sheet, self.row_labels)
         pairs = zip(answers, self.questions, strict=True)
         matches = [exact_match(answer, question.reference or "") for answer, question in pairs]

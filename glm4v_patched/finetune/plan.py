@@ -1,8 +1,8 @@
 """The class :class:`Plan`: all decisions of a run, made once.
 
 The launcher makes the plan, prints its summary (:mod:`summary`) and writes it. Every training
-process reads the plan and makes no decision of its own. So a run agrees with its summary, also with
-that of ``train --dry-run`` and of ``doctor``.
+process reads the plan and makes no decision of its own. So a run does what its summary says.
+``train --dry-run`` and ``doctor`` print the same summary.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from ..atomic import write_atomically
 from ..data.check import check_sources
-from ..data.checked_data import BatchSequences, CheckedData
+from ..data.checked_data import CheckedData, EpochSequences
 from ..data.workers import loader_options
 from ..engine import memory_check
 from ..engine.gpus import free_bytes_per_gpu
@@ -170,19 +170,19 @@ class Plan:
 
     def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
         """Return the settings and digests that must be the same when this run is resumed."""
-        evaluations_decide = (
+        evaluations_affect_result = (
             self.arguments["load_best_model_at_end"]
             or self.arguments["save_strategy"] == "best"
             or self.loop.patience is not None
         )
-        rows = digest_rows(checked, with_eval=evaluations_decide)
+        rows = digest_rows(checked, with_eval=evaluations_affect_result)
         return ResumeFingerprint(self.settings, self.file_digests, rows)
 
     def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
-        config, local_share = load_model_config(self.base), self.placement.local_share
+        config = load_model_config(self.base)
         if problem := memory_check.find_memory_problem(
-            config, self.options, self.batch, self.free_bytes, local_share
+            config, self.options, self.batch, self.free_bytes, self.placement.local_process_share
         ):
             raise ValueError(problem)
         require_disk_space(str(self.out), self.disk_space)
@@ -240,13 +240,13 @@ def make_plan(
             run would have no batch, lack a necessary evaluation, or have an invalid learning rate.
     """
     config, trainer = load_model_config(job.base), job.trainer
-    sequences = checked.batch_sequences()
+    sequences = checked.epoch_sequences()
     require_batches(job, len(sequences.lengths), placement.processes)
     batch = largest_batch(job, sequences, placement.processes)
     steps_per_epoch = trainer.steps_in_epoch(len(sequences.lengths), placement.processes)
     steps = trainer.total_steps(steps_per_epoch)
     require_evaluations(trainer, checked, steps, steps_per_epoch)
-    local_world_size = placement.local_processes or placement.processes
+    local_world_size = placement.local_world_size
     free_bytes = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
     free_bytes = apply_memory_limit(free_bytes, job.options.memory_limit)
     precision, reason = _choose_precision(job.options.precision, placement.on_cpu, checkpoint)
@@ -262,7 +262,10 @@ def make_plan(
         evaluates=checked.eval is not None,
         resumes=checkpoint is not None,
         loading=loader_options(
-            trainer.passthrough_fields, local_world_size, images_per_batch, config.vision.image_size
+            trainer.other_training_arguments,
+            local_world_size,
+            images_per_batch,
+            config.vision.image_size,
         ),
     )
     require_schedule(arguments)
@@ -313,7 +316,11 @@ def _choose_precision(
 
 
 def digest_data(checked: CheckedData) -> str:
-    """Return the sha256 of the rows for training and evaluation, their sources, and packing."""
+    """Return the sha256 by which training processes verify that they read the planned data.
+
+    It covers the rows for training and evaluation, their sources, ``data.eval`` and
+    ``data.pack_to``.
+    """
     train_lines = [repr(checked.sources), repr(checked.eval_option), repr(checked.pack_to)]
     train_lines += checked.sample_digests
     eval_lines = [] if checked.eval is None else ["evaluated", *checked.eval.sample_digests]
@@ -352,7 +359,7 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
     # A resumed run may be longer than the run that saved the checkpoint, but not shorter.
     if is_longer(before={name: saved[name] for name in length if name in saved}, now=length):
         settings |= {name: saved[name] for name in length}
-    if job.options.precision == "auto":  # _choose_precision takes that of the checkpoint, too
+    if job.options.precision == "auto":  # then _choose_precision takes the checkpoint's precision
         settings["engine.precision"] = saved.get("engine.precision")
     require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
@@ -385,7 +392,7 @@ def check_data(job: Job) -> CheckedData:
     )
 
 
-def largest_batch(job: Job, sequences: BatchSequences, processes: int) -> BatchShape:
+def largest_batch(job: Job, sequences: EpochSequences, processes: int) -> BatchShape:
     """Return the shape of the largest batch of one process."""
     longest = int(sequences.lengths.max())
     return BatchShape(
@@ -398,7 +405,7 @@ def largest_batch(job: Job, sequences: BatchSequences, processes: int) -> BatchS
 
 
 def digest_rows(checked: CheckedData, with_eval: bool) -> RowDigests:
-    """Return digests of the rows, which must be the same when a run is resumed.
+    """Return the digests by which a resumed run recognizes the rows of its checkpoint.
 
     Args:
         with_eval: Whether to include the rows for evaluation. Include them if evaluations decide

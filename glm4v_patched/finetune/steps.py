@@ -51,10 +51,10 @@ def require_evaluations(
     if trainer_config.effective_eval_strategy == "epoch":
         interval_in_words = f"epoch, which has {interval:,} steps"
     if delay > steps:
+        value = trainer_config.other_training_arguments["eval_delay"]
         raise ValueError(
-            f"trainer.eval_delay is {trainer_config.passthrough_fields['eval_delay']:g}, which is "
-            f"{delay:g} steps, and the run has {steps:,}: it would end before the first "
-            "evaluation; expected less"
+            f"trainer.eval_delay is {value:g}, which is {delay:g} steps, and the run has "
+            f"{steps:,}: it would end before the first evaluation; expected less"
         )
     first = interval * max(math.ceil(delay / interval), 1)
     if first > steps and (names := [*_fields_that_need_evaluations(trainer_config)]):

@@ -173,7 +173,7 @@ def describe_memory(plan: Plan) -> str:
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
     """Describe the RAM that offloading takes on this machine; return "" without offloading."""
-    needed = offloaded_bytes(config, plan.options) * plan.placement.local_share
+    needed = offloaded_bytes(config, plan.options) * plan.placement.local_process_share
     if not needed:
         return ""
     return (

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..atomic import apply_umask
 from ..data.feature_cache import TowerFeatures
 from ..data.stored_rows import ConversationDataset
-from ..data.stream import ROW_PROBLEMS, UNREADABLE_SOURCES, StreamDataset
+from ..data.stream import BAD_ROWS_KEY, UNREADABLE_KEY, StreamDataset
 from ..data.workers import BATCHES_AHEAD, workers_that_fit
 from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
@@ -79,7 +79,7 @@ class RecipeTrainer(Trainer):
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 f"release: {TESTED_TRANSFORMERS}"
             )
-        self.rates, self.worker_start = loop.rates, loop.worker_start
+        self.rates, self.worker_start_method = loop.rates, loop.worker_start_method
         self.eval_generations = eval_generations
         self.eval_collator = eval_collator or options["data_collator"]
         self.divergence = DivergenceMonitor(loop.max_nonfinite_steps)
@@ -143,23 +143,26 @@ class RecipeTrainer(Trainer):
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, StreamDataset):
             # A stream yields only the rows of this process. accelerate's loader would shard them
-            # again, or read the rows of all processes in one.
+            # again, or let process 0 read the rows of all processes.
             args, rows = self.args, self.train_dataset
             workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor
             pin_memory = args.dataloader_pin_memory and torch.cuda.is_available()
             options = {"batch_size": rows.batch_size, "pin_memory": pin_memory}
             return self._make_loader(rows, self.data_collator, workers, prefetch, **options)
         loader: Any = super().get_train_dataloader()
-        if self.worker_start and loader.num_workers:
+        if self.worker_start_method and loader.num_workers:
             # accelerate's loader wraps torch's loader, which starts the workers.
-            loader.base_dataloader.multiprocessing_context = self.worker_start
+            loader.base_dataloader.multiprocessing_context = self.worker_start_method
         return loader
 
     def _make_loader(
         self, rows, collator, workers: int, prefetch: int | None, **options
     ) -> DataLoader:
         if workers:
-            options |= {"prefetch_factor": prefetch, "multiprocessing_context": self.worker_start}
+            options |= {
+                "prefetch_factor": prefetch,
+                "multiprocessing_context": self.worker_start_method,
+            }
         # Without a generator of its own, the loader would advance torch's global generator.
         generator = torch.Generator()
         options |= {"collate_fn": collator, "num_workers": workers, "generator": generator}
@@ -174,7 +177,7 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE_SOURCES, []))
+        self.bad_rows.record(inputs.pop(BAD_ROWS_KEY, []), inputs.pop(UNREADABLE_KEY, []))
         self._last_call = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # DeepSpeed has the norm of this step only after the last of its accumulated batches.
@@ -185,9 +188,8 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Return the metrics of an evaluation, after logging them and calling the callbacks.
 
-        The metrics are the mean loss of all supervised tokens, which is computed without logits,
-        the number of these tokens, the share of generated answers that match exactly, and the
-        seconds that the evaluation took.
+        The metrics are the mean loss of all supervised tokens, the number of these tokens, the
+        share of generated answers that match exactly, and the seconds that the evaluation took.
         """
         started = time.monotonic()
         loss, tokens = self._mean_loss(self.eval_dataset if eval_dataset is None else eval_dataset)
@@ -196,8 +198,8 @@ class RecipeTrainer(Trainer):
             exact_match = 0.0  # a model with a loss of NaN generates no answers
             if math.isfinite(loss):
                 with self.compute_loss_context_manager():
-                    draws_sheet = self.is_world_process_zero()
-                    exact_match = self.eval_generations.answer(self.model, draws_sheet)
+                    is_main_process = self.is_world_process_zero()
+                    exact_match = self.eval_generations.answer(self.model, is_main_process)
             # The processes may generate different answers. All of them use the score of process 0,
             # because all must agree on the best step.
             score = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
@@ -234,7 +236,7 @@ class RecipeTrainer(Trainer):
             local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             max_images = rows.max_images * batch_size
             workers = workers_that_fit(workers, local_world_size, max_images)
-        batches, are_counted = shard_batches(len(rows), batch_size)
+        batches, batch_weights = shard_batches(len(rows), batch_size)
         loader = self._make_loader(
             rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
         )
@@ -244,10 +246,10 @@ class RecipeTrainer(Trainer):
             in_eval_mode(self.model_wrapped),
             show_progress("evaluating", is_printed, num_batches, "batch") as progress,
         ):
-            for batch, is_counted in zip(loader, are_counted, strict=True):
+            for batch, weight in zip(loader, batch_weights, strict=True):
                 num_tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
                 loss_sum = self._sum_of_losses(dict(batch)).to(totals)
-                totals += is_counted * torch.stack([loss_sum, num_tokens])
+                totals += weight * torch.stack([loss_sum, num_tokens])
                 progress.update()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
@@ -270,7 +272,8 @@ class RecipeTrainer(Trainer):
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Update the best metric, and return whether ``save_strategy: best`` saves a checkpoint.
 
-        Only a step whose weights are saved, in a checkpoint or at the end, can be the best.
+        With ``load_best_model_at_end``, a step can be the best only if its weights are saved, in a
+        checkpoint or at the end of the run.
         """
         state, stops = self.state, self.control.should_training_stop
         # A run that a bad row ends saves a checkpoint, from which it can be resumed.
@@ -303,8 +306,8 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
-            # self.divergence has replaced nonfinite losses by 0. Their sum makes the mean NaN or
-            # infinite again.
+            # self.divergence has replaced nonfinite losses by 0. Add them, so that the logged mean
+            # is NaN or infinite, too.
             logs["loss"] += self.divergence.pop_nonfinite_loss()
         super().log(logs, *rest)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..data.workers import worker_start
+from ..data.workers import start_method
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.options import EngineOptions
 from .job import Job
@@ -32,7 +32,7 @@ class LoopOptions:
         keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
         patience, threshold: Arguments of transformers' EarlyStoppingCallback; no early stopping if
             ``patience`` is None.
-        worker_start: Start method of dataloader workers (:func:`data.workers.worker_start`).
+        worker_start_method: Start method of dataloader workers (:func:`data.workers.start_method`).
     """
 
     rates: dict[str, float] | None = None
@@ -41,7 +41,7 @@ class LoopOptions:
     keep_checkpoints: int | None = None
     patience: int | None = None
     threshold: float = 0.0
-    worker_start: str | None = None
+    worker_start_method: str | None = None
 
 
 def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
@@ -54,7 +54,7 @@ def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
         keep_checkpoints=trainer_config.save_total_limit,
         patience=trainer_config.early_stopping_patience,
         threshold=trainer_config.early_stopping_threshold,
-        worker_start=worker_start(options.offload, trainer_config.passthrough_fields),
+        worker_start_method=start_method(options.offload, trainer_config.other_training_arguments),
     )
 
 
@@ -79,7 +79,7 @@ def training_arguments(
         resumes: Whether the run resumes from a checkpoint.
         loading: Fields for the dataloader, from :func:`loader_options`.
     """
-    trainer_config, passthrough = job.trainer, job.trainer.passthrough_fields
+    trainer_config, passthrough = job.trainer, job.trainer.other_training_arguments
     eval_every = trainer_config.eval_every(steps_per_epoch)
     from_recipe = trainer_config.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
     # "epoch" becomes "steps": at the end of an epoch the Trainer saves before it evaluates, and a

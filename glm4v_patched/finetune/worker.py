@@ -112,7 +112,7 @@ def _make_trainer(plan: Plan, activity: Activity) -> tuple[RecipeTrainer, Progre
         **_eval_data(plan, checked, processor),
     )
     progress = Progress(
-        plan.effective_batch * checked.batch_sequences().samples_per_sequence,
+        plan.effective_batch * checked.epoch_sequences().samples_per_sequence,
         activity,
         compiles=plan.options.compile is True,
         has_epochs=not plan.is_streamed,
@@ -140,7 +140,7 @@ def _training_data(
             "train_dataset": stream,
             "data_collator": StreamingCollator(collator, plan.batch.sequence_length, max_positions),
         }
-    conversations, packs = checked.conversations(), checked.batch_sequences().packs
+    conversations, packs = checked.conversations(), checked.epoch_sequences().packs
     if packs is not None:
         return {
             "train_dataset": PackedDataset(conversations, packs),

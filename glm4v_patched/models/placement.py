@@ -34,9 +34,14 @@ class Placement:
     local_processes: int | None = None
 
     @property
-    def local_share(self) -> float:
+    def local_world_size(self) -> int:
+        """Number of processes on this machine."""
+        return self.local_processes or self.processes
+
+    @property
+    def local_process_share(self) -> float:
         """The fraction of all processes that run on this machine."""
-        return (self.local_processes or self.processes) / self.processes
+        return self.local_world_size / self.processes
 
 
 def place_processes(

@@ -22,7 +22,7 @@ ALL_LINEAR = "all-linear"
 HEAD_NAMES = ("classifier", "score")
 
 
-def check_module_names(inject_adapter: Callable) -> Callable:
+def check_names_in_inject_adapter(inject_adapter: Callable) -> Callable:
     """Wrap peft's ``BaseTuner.inject_adapter`` so that unknown module names raise an error."""
 
     @functools.wraps(inject_adapter)

@@ -35,9 +35,10 @@ from ..remote.modeling_chatglm import (
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
-from .adapter_names import check_module_names
+from .adapter_names import check_names_in_inject_adapter
+from .config_json import is_glm4v
 from .patch_set import AttributePatch, PatchSet
-from .repository import ADAPTER_CONFIG_FILE, IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
+from .repository import ADAPTER_CONFIG_FILE, IMAGE_PROCESSOR_CONFIG_FILE, Repository
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +126,9 @@ def apply(
     ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor`` and
     ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for local folders and Hub
     repositories. Other models load as before. ``AutoVideoProcessor`` refuses a glm-4v, and peft
-    saves our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A
-    reference to an original method (``load = AutoModel.from_pretrained``, before ``apply``) raises
-    ``RuntimeError`` for a glm-4v that has code in its repository.
+    saves our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. If an
+    original method was stored before ``apply`` (``load = AutoModel.from_pretrained``), calling it
+    raises ``RuntimeError`` for a glm-4v that has code in its repository.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
@@ -186,7 +187,7 @@ def applied(
 
 
 def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
-    """Return all patches that ``apply`` makes."""
+    """Return all patches of ``apply``: an owner, an attribute, and a function that wraps it."""
     model_classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
         AUTO_MODEL_CLASSES, GLM4VForCausalLM
     )
@@ -210,8 +211,9 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         AttributePatch(owners[name], "from_pretrained", partial(_wrap_from_pretrained, load))
         for name, load in loaders.items()
     ]
-    # Resolve the class first: its import makes transformers 5.8 replace the package's module.
-    real_class, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
+    real_class = pkgutil.resolve_name(AUTO_IMAGE_PROCESSOR)
+    # transformers 5.8 replaces its module in sys.modules during that import, so look it up after.
+    package = pkgutil.resolve_name("transformers")
     if package.AutoImageProcessor is not real_class:  # the package exports the placeholder
         patches.append(
             AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: real_class)
@@ -230,7 +232,7 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
             AttributePatch("peft:PeftModel", "save_pretrained", _save_code_with_adapters)
         )
         tuner = "peft.tuners.tuners_utils:BaseTuner"
-        patches.append(AttributePatch(tuner, "inject_adapter", check_module_names))
+        patches.append(AttributePatch(tuner, "inject_adapter", check_names_in_inject_adapter))
     return patches
 
 
@@ -334,8 +336,8 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
 def _refuse_videos(name_or_path, *args, **kwargs):
     """Raise ``ValueError``.
 
-    Pipelines load a video processor for every model. transformers would search the code of our
-    image processor for one, after asking the user to trust that code.
+    Pipelines load a video processor for every model. Without this error, transformers would ask the
+    user to trust the code of our image processor, to search it for a video processor.
     """
     raise ValueError(f"{name_or_path} is a glm-4v, which reads no videos: give frames as images")
 
@@ -359,7 +361,7 @@ def _save_code_with_adapters(original: Callable) -> Callable:
                 custom_object_save(base, folder)
                 config_file = folder / ADAPTER_CONFIG_FILE
                 config = json.loads(config_file.read_text("utf-8"))
-                # peft writes the class's module here, which other processes may not have.
+                # In auto_mapping, peft names our module, which other processes may not have.
                 config |= {"auto_mapping": None}
                 config_file.write_text(json.dumps(config, indent=2, sort_keys=True), "utf-8")
         return result

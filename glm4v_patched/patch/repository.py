@@ -70,14 +70,14 @@ class Repository:
 
         Args:
             file_name: Name of the file inside the repository.
-            ask_hub: Download the file if it is neither in a local folder nor in the cache. For
-                ``config.json``, connection errors are raised.
+            ask_hub: Download the file if it is neither in a local folder nor in the cache.
 
         Returns:
             The object in the file; ``None`` if there is no such file or it is not readable JSON.
 
         Raises:
             TimeoutError: the Hub did not answer in time.
+            OSError: ``config.json`` cannot be downloaded.
         """
         if not _is_name(self.name_or_path):
             return None
@@ -90,7 +90,7 @@ class Repository:
                 str(self.name_or_path),
                 file_name,
                 _raise_exceptions_for_gated_repo=raise_errors,
-                # transformers returns None for a missing config.json nevertheless.
+                # Connection errors need this flag, too. A missing config.json raises no error.
                 _raise_exceptions_for_missing_entries=raise_errors,
                 _raise_exceptions_for_connection_errors=raise_errors,
                 **self._download_options | ({} if ask_hub else {"local_files_only": True}),
@@ -128,7 +128,7 @@ class Repository:
         except TimeoutError:
             if not tokenizer_config:
                 raise
-            # Otherwise the cache has the tokenizer of another model.
+            # The cache has a tokenizer, which is that of another model.
         except Exception:  # error classes differ between versions of huggingface_hub
             pass
         return False

@@ -98,8 +98,8 @@ def find_script(name: str) -> str:
 def options_from_environment() -> dict:
     """Return the keyword arguments of ``apply`` from ``GLM4V_PATCHED``.
 
-    With the value 0, Python processes that are started in any other way are not patched. This
-    command patches the processes that it starts nevertheless.
+    With the value 0, this command still patches the processes that it starts; all other Python
+    processes stay unpatched.
 
     Raises:
         ValueError: the value is neither empty, 0, 1 nor a JSON object.

@@ -190,7 +190,9 @@ def test_a_difference_is_traced_to_rotation_or_image_positions(
 
 def test_rotations_that_give_almost_the_same_logits_are_not_told_apart():
     ours = computed()
-    shared, counted = (f"image, {worker.PAIRS}, {name}/logits" for name in worker.POSITIONS)
+    shared, counted = (
+        f"image, {worker.ROPE_PAIRS}, {name}/logits" for name in worker.POSITION_KINDS
+    )
     ours.tensors[counted] = ours.tensors[shared] + 0.9e-3  # within the tolerance
     assert verdicts(computed(), ours) == set()
     apart = computed(**{"logits image": 0.5e-3})
@@ -285,11 +287,11 @@ def computed(**changes: float) -> ModelOutputs:
     losses = {"text": 2.0, "image": 1.0, "other image": 3.0, "batch": 2.5, "swapped": 3.0}
     for case, loss in losses.items():
         results[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
-        results[case]["rotation"] = worker.PAIRS
+        results[case]["rotation"] = worker.ROPE_PAIRS
         shape = (2 if case in ("batch", "swapped") else 1, 8, 4)
         tensors[f"{case}/logits"] = torch.zeros(shape) + changes.get(f"logits {case}", 0.0)
-        for rotation, positions in product(worker.ROTATIONS, worker.POSITIONS):
-            is_ours = (rotation, positions) == (worker.PAIRS, worker.SHARED)
+        for rotation, positions in product(worker.ROPE_KINDS, worker.POSITION_KINDS):
+            is_ours = (rotation, positions) == (worker.ROPE_PAIRS, worker.SHARED_IDS)
             logits = tensors[f"{case}/logits"] + (0 if is_ours else 9)
             tensors[f"{case}, {rotation}, {positions}/logits"] = logits
         for name in ("transformer.vision.boi", "transformer.encoder.final_layernorm.weight"):

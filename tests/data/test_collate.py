@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from glm4v_patched.data.checked_data import BatchSequences
+from glm4v_patched.data.checked_data import EpochSequences
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.image_files import FileStamp
 from glm4v_patched.data.packing import PackingCollator, pack_best_fit
@@ -158,7 +158,7 @@ def test_a_row_is_filled_to_the_last_position_and_no_further(words):
 
 def test_the_mean_number_of_conversations_in_a_packed_sequence_is_no_integer():
     for packs, mean in (([[0, 1], [2]], 1.5), ([[0], [1], [2, 3]], 4 / 3), (None, 1)):
-        assert BatchSequences(np.ones(1), np.ones(1), packs).samples_per_sequence == mean
+        assert EpochSequences(np.ones(1), np.ones(1), packs).samples_per_sequence == mean
 
 
 def test_a_packed_batch_is_the_padded_one_without_its_padding(processor):

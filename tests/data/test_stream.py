@@ -15,8 +15,8 @@ from glm4v_patched.data import decoding, stream
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.stream import (
-    ROW_PROBLEMS,
-    UNREADABLE_SOURCES,
+    BAD_ROWS_KEY,
+    UNREADABLE_KEY,
     StreamDataset,
     StreamingCollator,
 )
@@ -173,7 +173,7 @@ def test_only_rows_of_more_tokens_than_memory_was_planned_for_are_not_batched(co
     for limit, is_taken in ((longest, True), (longest - 1, False)):
         collator.max_tokens = limit
         batch = collator(rows)
-        assert (batch.pop(ROW_PROBLEMS) == []) == is_taken and batch.pop(UNREADABLE_SOURCES) == []
+        assert (batch.pop(BAD_ROWS_KEY) == []) == is_taken and batch.pop(UNREADABLE_KEY) == []
         assert same(batch, want) == is_taken
 
 
@@ -189,16 +189,16 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
     ):
         rows = streamed(turns("a"), bad, turns("c"))
         batch = collator(rows)
-        [fault] = batch.pop(ROW_PROBLEMS)
+        [fault] = batch.pop(BAD_ROWS_KEY)
         assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and message in fault
-        assert batch.pop(UNREADABLE_SOURCES) == []
+        assert batch.pop(UNREADABLE_KEY) == []
         assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
 
 
 def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
     [bad] = streamed(turns("b", image="cut.png"))
     batch = collator([bad, bad._replace(problem="is the last", ends_source=True)])
-    assert len(batch[ROW_PROBLEMS]) == 1 and batch[UNREADABLE_SOURCES] == [
+    assert len(batch[BAD_ROWS_KEY]) == 1 and batch[UNREADABLE_KEY] == [
         f"{bad.location}: is the last"
     ]
     assert batch["labels"].shape == batch["input_ids"].shape

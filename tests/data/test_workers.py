@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glm4v_patched.data import workers
-from glm4v_patched.data.workers import default_workers, loader_options, worker_start
+from glm4v_patched.data.workers import default_workers, loader_options, start_method
 from glm4v_patched.finetune import training_arguments
 from tests.helpers.recipes import drawn_recipe, train_here
 
@@ -59,10 +59,10 @@ def test_what_a_recipe_says_of_workers_is_done_and_left_where_none_can_be_had(ma
 
 
 def test_an_offloaded_optimizer_has_workers_without_its_memory_unless_a_recipe_says_otherwise():
-    assert worker_start(True) == worker_start(True, {"dataloader_num_workers": 2}) == "spawn"
-    assert worker_start(False) is worker_start("auto") is None
+    assert start_method(True) == start_method(True, {"dataloader_num_workers": 2}) == "spawn"
+    assert start_method(False) is start_method("auto") is None
     config = {"dataloader_multiprocessing_context": "forkserver"}
-    assert worker_start(True, config) == worker_start(False, config) == "forkserver"
+    assert start_method(True, config) == start_method(False, config) == "forkserver"
 
 
 @pytest.mark.newest  # torch's workers
@@ -75,7 +75,7 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     recipe = drawn_recipe(tmp_path, changes | {"data.max_samples": 6})
     results = []
     for number, start in ((0, None), (2, None), (1, "spawn")):
-        monkeypatch.setattr(training_arguments, "worker_start", lambda *_, start=start: start)
+        monkeypatch.setattr(training_arguments, "start_method", lambda *_, start=start: start)
         of_workers = {"dataloader_num_workers": number}
         if start:  # a worker that is started imports all libraries: once for both epochs
             of_workers["dataloader_persistent_workers"] = True

@@ -83,7 +83,7 @@ DIVERGED = {
     "last": "the loss of the last batch is NaN or infinite with the weights of step 1",
     "evaluated": "exact match 0.0",  # rank 0's, for all
     "row": "rows.jsonl:6: ",
-    "base": f"NaN or infinity before the first step, in 1 tensor: {BROKEN}",
+    "base": f"NaN or infinite before the first step, in 1 tensor: {BROKEN}",
 }
 
 

@@ -453,13 +453,12 @@ def test_persistent_state_must_fit_into_memory(words, monkeypatch):
     # An offloaded optimizer must fit into its machine's RAM.
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
     problem = find_memory_problem(
-        REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_share=1.0
+        REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_process_share=1.0
     )
     assert "222.5 GB" in problem
     words(problem)
-    assert (
-        find_memory_problem(REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_share=0.25)
-        == ""
+    assert not find_memory_problem(
+        REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_process_share=0.25
     )
 
 

@@ -126,7 +126,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
     saved = resolve_base(base_recipe.override({"model": base_recipe.out}))
     model = load_with_processor(saved, "cpu")
     usual = model.model.generation_config
-    matches = generations.answer(model.model, draws_sheet=True)
+    matches = generations.answer(model.model, is_main_process=True)
     assert model.model.generation_config is usual
     alone = Answerer(model, Generation(max_new_tokens=TOKENS))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.

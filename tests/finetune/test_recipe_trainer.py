@@ -34,8 +34,8 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
 
 
 def test_a_whole_number_is_handed_on_as_the_float_that_torch_wants_and_null_is_not():
-    assert repr(trainer(adam_beta1=0).passthrough_fields["adam_beta1"]) == "0.0"
-    assert "neftune_noise_alpha" not in trainer(neftune_noise_alpha=None).passthrough_fields
+    assert repr(trainer(adam_beta1=0).other_training_arguments["adam_beta1"]) == "0.0"
+    assert "neftune_noise_alpha" not in trainer(neftune_noise_alpha=None).other_training_arguments
 
 
 @pytest.mark.parametrize(

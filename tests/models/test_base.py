@@ -169,12 +169,12 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, options
     machine = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
     monkeypatch.setattr(placement, "find_gpus", lambda: machine)
     if isinstance(expected, Placement):
-        assert place_processes(**options) == expected and expected.local_share == 1
+        assert place_processes(**options) == expected and expected.local_process_share == 1
         return
     with pytest.raises(PlacementError) as refused:
         place_processes(**options)
     assert refused.value.field == expected
-    assert Placement(8, local_processes=2).local_share == 1 / 4
+    assert Placement(8, local_processes=2).local_process_share == 1 / 4
 
 
 def test_a_name_that_is_neither_a_folder_nor_a_hub_id_is_refused(monkeypatch):

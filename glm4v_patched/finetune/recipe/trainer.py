@@ -133,8 +133,8 @@ class TrainerFields(Section):
     """Loggers, such as tensorboard or wandb."""
 
     @property
-    def passthrough_fields(self) -> dict[str, Any]:
-        """Return the fields of the recipe that are passed to ``TrainingArguments`` as they are."""
+    def other_training_arguments(self) -> dict[str, Any]:
+        """Return the recipe's fields that only ``TrainingArguments`` declares."""
         return dict(self.model_extra or {})
 
     @property
@@ -176,7 +176,7 @@ class TrainerFields(Section):
         The result is 0 if ``dataloader_drop_last`` drops all batches.
         """
         batch_size = self.per_device_train_batch_size
-        if self.passthrough_fields.get("dataloader_drop_last"):
+        if self.other_training_arguments.get("dataloader_drop_last"):
             batches = rows // batch_size // processes
         else:
             batches = math.ceil(math.ceil(rows / batch_size) / processes)
@@ -196,7 +196,7 @@ class TrainerFields(Section):
 
     def log_every(self, steps: int, steps_per_epoch: int) -> int:
         """Return the steps between log entries; the default gives about 50 entries a run."""
-        if self.passthrough_fields.get("logging_strategy") == "epoch":
+        if self.other_training_arguments.get("logging_strategy") == "epoch":
             return steps_per_epoch
         return self.logging_steps or max(steps // 50, 1)
 
@@ -215,7 +215,7 @@ class TrainerFields(Section):
 
         ``eval_delay`` of the recipe counts epochs if the evaluation strategy is "epoch".
         """
-        delay = self.passthrough_fields.get("eval_delay") or 0
+        delay = self.other_training_arguments.get("eval_delay") or 0
         return delay * steps_per_epoch if self.effective_eval_strategy == "epoch" else delay
 
 
