@@ -33,7 +33,7 @@ from glm4v_patched.data.rows import (
 )
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.tables import read_table
-from tests.helpers.data_forms import png, turns, write_rows
+from tests.data.samples import png, turns, write_rows
 from tests.helpers.local_hub import LocalHub
 
 SECRET = "a private word"
