@@ -23,7 +23,7 @@ from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.cogagent import write_cogagent
-from tests.helpers.fresh_process import run_without_package
+from tests.helpers.processes import run_without_package
 
 by_compressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,

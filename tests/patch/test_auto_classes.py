@@ -21,10 +21,7 @@ from glm4v_patched.patch.patch_set import AttributePatch, PatchSet
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
-from glm4v_patched.remote.modeling_chatglm import (
-    ChatGLMForSequenceClassification,
-    GLM4VForCausalLM,
-)
+from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification, GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.cogagent import permuted
