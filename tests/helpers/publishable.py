@@ -74,8 +74,8 @@ def is_complete(files: dict[str, File], folder: Path) -> bool:
     return same and {*stored} == {*listed, MANIFEST} and listed.items() <= hashes.items()
 
 
-def is_published(hub: LocalHub, folder: Path, name: str = NAME) -> bool:
+def is_published(hub: LocalHub, folder: Path) -> bool:
     """Return whether the build was published in one commit, which has the tag."""
-    repository = hub.repositories[name]
+    repository = hub.repositories[NAME]
     complete = len(repository.commits) == 2 and is_complete(repository.files, folder)
     return complete and repository.tags == {TAG: repository.head}
