@@ -68,9 +68,8 @@ def test_merged_weights_are_permuted_alike(models, adapters, tmp_path):
 
 def test_only_a_model_with_the_published_code_is_noted_as_not_compared(models, tmp_path, capsys):
     published = Path(shutil.copytree(models.cogagent, tmp_path / "published"))
-    config = json.loads((published / "config.json").read_text())
-    config["architectures"] = ["ChatGLMForConditionalGeneration"]
-    (published / "config.json").write_text(json.dumps(config))
+    architectures = ["ChatGLMForConditionalGeneration"]
+    update_json(published / "config.json", architectures=architectures)
     for model, noted in ((models.glm4v, 0), (models.cogagent, 0), (published, 1)):
         find_source(str(model))
         assert capsys.readouterr().err.count("`glm4v-patched compare FOLDER`") == noted
