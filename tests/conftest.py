@@ -107,11 +107,11 @@ def real_tokenizer():
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """An empty local Hub, which this process's client uses with a cache of its own."""
-    from tests.helpers.local_hub import LocalHub
+    from tests.helpers.local_hub import LocalHub, redirect_client
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
+        redirect_client(hub.endpoint, monkeypatch)
         yield hub
 
 

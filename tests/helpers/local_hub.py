@@ -160,9 +160,6 @@ class LocalHub:
         """Return the environment for processes whose client talks to this Hub."""
         return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_XET": "1"}
 
-    def redirect_client(self, monkeypatch) -> None:
-        redirect_client(self.endpoint, monkeypatch)
-
     def add_repository(
         self, name: str, files: dict[str, bytes] | None = None, private: bool = False
     ) -> Repository:
@@ -208,8 +205,6 @@ class Refusal(Exception):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, *where) -> None:
         """Clients go away, and faults cut them off; all else is kept in ``LocalHub.errors``."""
 
