@@ -105,6 +105,17 @@ def real_tokenizer():
 
 
 @pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """An empty local Hub, which this process's client uses with a cache of its own."""
+    from tests.helpers.local_hub import LocalHub, redirect_client
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    with LocalHub() as hub:
+        redirect_client(hub.endpoint, monkeypatch)
+        yield hub
+
+
+@pytest.fixture
 def warned(caplog):
     """Collect the warnings and errors that transformers logs, once each."""
     logger = logging.get_logger("transformers")

@@ -26,12 +26,7 @@ from glm4v_patched.finetune.recipe.sections import Recipe
 from hub_upload.__main__ import _make_parser as upload_parser
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
-from tests.helpers.processes import (
-    cpu_environment,
-    on_the_cpu,
-    run_with_limit,
-    serving,
-)
+from tests.helpers.processes import cpu_environment, on_the_cpu, run_with_limit, serving
 from tests.helpers.tiny import tiny_model
 
 # Commands that begin with a key are run elsewhere: the value says where.

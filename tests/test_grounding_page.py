@@ -12,7 +12,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import DataSource, read_conversations
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.inference.grounding import BOX_METRICS, OPERATION_METRICS, find_operation
-from tests.helpers.data_forms import turns, write_rows
+from tests.data.samples import turns, write_rows
 from tests.helpers.pages import ROOT, blocks
 from tests.helpers.recipes import LEAST
 

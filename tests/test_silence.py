@@ -144,7 +144,7 @@ def folder(tmp_path_factory) -> Path:
     write_files(folder)
     (folder / "recipe").mkdir()
     write_recipe(drawn_recipe(folder / "recipe", {"trainer.max_steps": 2}), folder / "recipe.yaml")
-    shutil.copy(ROOT / "tests" / "helpers" / "slowed.py", folder / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "slowed.py", folder / "sitecustomize.py")
     return folder
 
 

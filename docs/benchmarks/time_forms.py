@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import datasets
 import yaml
 
-from tests.helpers.data_forms import FORMS, draw, make, read_form
+from tests.data.forms import FORMS, draw, make, read_form
 
 
 def main(number: int) -> None:

@@ -27,7 +27,7 @@ from glm4v_patched.engine.environment import python_module_command
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import remote_code_under, write_legacy_repository
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import tiny_model, update_json
 
 # Makes the original's code write its environment, modules and paths where the test can read them.
 SPY = """
@@ -169,8 +169,7 @@ def test_a_difference_is_traced_to_rotation_or_image_positions(
         assert text.count(old) == 1
         text = text.replace(old, new)
     reference.write_text(text)
-    config = json.loads((folder / "config.json").read_text()) | {"original_rope": original_rope}
-    (folder / "config.json").write_text(json.dumps(config))
+    update_json(folder / "config.json", original_rope=original_rope)
     _, supervised = write_cases(tmp_path, folder)
     job = {"folder": str(folder), "cases": str(tmp_path / CASES_FILE), "dtype": "float32"}
     job |= {"device": "cpu", "answer_tokens": 2}

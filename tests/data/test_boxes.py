@@ -10,7 +10,7 @@ from PIL import ExifTags, Image, ImageOps
 from glm4v_patched.data.boxes import Box, convert_boxes, find_boxes, to_thousandths
 from glm4v_patched.data.rows import DataSource, iter_rows, read_conversations
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
-from tests.helpers.data_forms import turns, write_rows
+from tests.data.samples import turns, write_rows
 
 SIZE = 640, 200
 BOX = "[[100,250,500,750]]"  # of the card that card() draws

@@ -19,7 +19,7 @@ from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
-from tests.helpers.data_forms import contents_of, png, said, turns, write_rows
+from tests.data.samples import contents_of, png, said, turns, write_rows
 from tests.helpers.recipes import drawn_recipe
 
 HOUR = 3600

@@ -16,7 +16,7 @@ from glm4v_patched.data.packing import PackingCollator, pack_best_fit
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
-from tests.helpers.data_forms import png, said, turns, write_rows
+from tests.data.samples import png, said, turns, write_rows
 
 
 def chat(*words: str) -> list[dict]:

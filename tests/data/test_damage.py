@@ -21,7 +21,7 @@ from PIL import Image
 from glm4v_patched.data.check import check_sources
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import DataSource
-from tests.helpers.data_forms import contents_of, said
+from tests.data.samples import contents_of, said
 
 COLORS = ("red", "green", "blue", "white")
 SUFFIXES = (".png", ".jpg", ".bmp", ".gif")

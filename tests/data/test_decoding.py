@@ -22,7 +22,7 @@ from glm4v_patched.data.decoding import (
     find_image_problem,
     has_decodable_header,
 )
-from tests.helpers.data_forms import png, turns, write_rows
+from tests.data.samples import png, turns, write_rows
 
 
 def encoded(kind: str, mode: str = "RGB") -> bytes:

@@ -26,7 +26,7 @@ from glm4v_patched.data.decoding import find_image_problem
 from glm4v_patched.data.messages import text_of
 from glm4v_patched.data.rows import RowProblem, iter_rows, split_usable_rows
 from glm4v_patched.data.source import DataSource, make_sources
-from tests.helpers.data_forms import png, turns
+from tests.data.samples import png, turns
 
 QUESTION, ANSWER = "什么颜色？", "红"
 TABLE = f"image,question,answer\na b.png,{QUESTION},{ANSWER}\na b.png,在哪里？,第二\n"

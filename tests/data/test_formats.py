@@ -18,7 +18,7 @@ from glm4v_patched.data.rows import (
     write_conversations,
 )
 from glm4v_patched.data.source import DataSource, make_sources
-from tests.helpers.data_forms import png, said, turns
+from tests.data.samples import png, said, turns
 
 
 def row(*messages: dict, **more) -> str:

@@ -21,14 +21,15 @@ from glm4v_patched.data.columns import named_columns
 from glm4v_patched.data.messages import images_of, text_of
 from glm4v_patched.data.rows import ConversationRow, RowProblem, iter_rows, read_conversations
 from glm4v_patched.data.source import find_path_problem, make_sources
-from tests.helpers import data_forms
-from tests.helpers.data_forms import FORMS, QUESTION, make, png, read_form, turns
+from tests.data import forms
+from tests.data.forms import FORMS, QUESTION, make, read_form
+from tests.data.samples import png, turns
 
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return data_forms.draw(tmp_path, 6)
+    return forms.draw(tmp_path, 6)
 
 
 @pytest.mark.parametrize("name", FORMS)

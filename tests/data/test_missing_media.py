@@ -11,8 +11,9 @@ from glm4v_patched.data.rows import ConversationRow, RowProblem, iter_rows
 from glm4v_patched.data.source import DataSource, make_sources
 from glm4v_patched.data.stream import StreamDataset
 from glm4v_patched.inference.questions import read_questions
-from tests.helpers import data_forms
-from tests.helpers.data_forms import make, png, read_form, turns, write_rows
+from tests.data import forms
+from tests.data.forms import make, read_form
+from tests.data.samples import png, turns, write_rows
 
 COLUMNS = {"question": "q", "answer": "a"}
 PLAIN = {"q": "What is it?", "a": "red"}
@@ -125,7 +126,7 @@ def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folde
 @pytest.mark.parametrize("name", ["Parquet", "CSV", "one folder per class", "WebDataset"])
 def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    examples = data_forms.draw(tmp_path, 6)
+    examples = forms.draw(tmp_path, 6)
     path, fields = make(name, tmp_path, examples)
     image = fields["columns"]["image"]
     columns = {part: column for part, column in fields["columns"].items() if part != "image"}

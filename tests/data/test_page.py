@@ -9,7 +9,7 @@ from PIL import Image
 
 from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.finetune.recipe.sections import Recipe
-from tests.helpers.data_forms import turns
+from tests.data.samples import turns
 from tests.helpers.pages import ROOT, blocks
 from tests.helpers.recipes import LEAST
 

@@ -14,7 +14,7 @@ from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.messages import images_of
 from glm4v_patched.data.rows import iter_rows, read_conversations
 from glm4v_patched.data.source import DataSource, find_source_problem
-from tests.helpers.data_forms import png, turns, write_rows
+from tests.data.samples import png, turns, write_rows
 
 
 @pytest.mark.parametrize("indent", [None, 2])

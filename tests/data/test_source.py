@@ -10,7 +10,7 @@ from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.source import DataSource
-from tests.helpers.data_forms import contents_of, turns, write_rows
+from tests.data.samples import contents_of, turns, write_rows
 
 
 def row(number: int, name: str = "") -> list[dict]:

@@ -33,8 +33,7 @@ from glm4v_patched.data.rows import (
 )
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.tables import read_table
-from tests.helpers.data_forms import png, turns, write_rows
-from tests.helpers.local_hub import LocalHub
+from tests.data.samples import png, turns, write_rows
 
 SECRET = "a private word"
 HUB_ID = "someone/cards"
@@ -292,28 +291,25 @@ def test_folders_that_may_not_be_read_are_not_left_out(folder, monkeypatch):
         read(folder)
 
 
-def test_the_same_names_are_refused_of_the_hub(folder, tmp_path, monkeypatch, watched):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+def test_the_same_names_are_refused_of_the_hub(hub, folder, tmp_path, watched):
     rows = (folder / "data" / "a.jsonl").read_bytes()
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        port = hub.endpoint.rpartition(":")[2]
-        for file in ("README.md", ".huggingface.yaml"):
-            for form in FORMS:
-                name = form.replace(OUTSIDE, str(tmp_path))
-                text = of_config(data_files=["data/a.jsonl", name])
-                text = f"---\n{text}---\n" if file == "README.md" else text
-                hub.add_repository(HUB_ID, {"data/a.jsonl": rows, file: text.encode()})
-                watched.clear()
-                with pytest.raises(ValueError, match=f"^{HUB_ID}/{file}: configs, default: data_f"):
-                    raise AssertionError(read(HUB_ID))
-                connected = [arguments for event, arguments in watched if event == "socket.connect"]
-                assert all(port in arguments for arguments in connected), connected
-                opened = [
-                    (event, arguments) for event, arguments in watched if event != "socket.connect"
-                ]
-                require_nothing_left(opened, tmp_path, None)
-        assert all(HUB_ID in request.path for request in hub.requests)
+    port = hub.endpoint.rpartition(":")[2]
+    for file in ("README.md", ".huggingface.yaml"):
+        for form in FORMS:
+            name = form.replace(OUTSIDE, str(tmp_path))
+            text = of_config(data_files=["data/a.jsonl", name])
+            text = f"---\n{text}---\n" if file == "README.md" else text
+            hub.add_repository(HUB_ID, {"data/a.jsonl": rows, file: text.encode()})
+            watched.clear()
+            with pytest.raises(ValueError, match=f"^{HUB_ID}/{file}: configs, default: data_f"):
+                raise AssertionError(read(HUB_ID))
+            connected = [arguments for event, arguments in watched if event == "socket.connect"]
+            assert all(port in arguments for arguments in connected), connected
+            opened = [
+                (event, arguments) for event, arguments in watched if event != "socket.connect"
+            ]
+            require_nothing_left(opened, tmp_path, None)
+    assert all(HUB_ID in request.path for request in hub.requests)
 
 
 LINKS = {
@@ -415,8 +411,7 @@ def test_metadata_give_an_image_by_one_column(tmp_path):
     assert "metadata.jsonl: has both file_name and image: keep" in second.text
 
 
-def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, watched):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+def test_rows_of_the_hub_name_no_file_of_this_machine(hub, tmp_path, watched):
     images = tmp_path / "images"
     images.mkdir()
     for path in (tmp_path / "private.png", images / "a.png"):
@@ -432,21 +427,19 @@ def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, wat
     texts = [{"image": name, "question": "q", "answer": "a"} for name in names]
     # Nor is one looked for that the words name.
     texts += [{"question": f"![]({names[0]})", "answer": "a"}]
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        hub.add_repository(HUB_ID, {"data/a.parquet": (tmp_path / "a.parquet").read_bytes()})
-        hub.add_repository("someone/texts", {"a.jsonl": "\n".join(map(json.dumps, texts)).encode()})
-        watched.clear()
-        columns = {name: name for name in table.column_names}
-        (embedded,), faults = split_usable_rows(read(HUB_ID, columns=columns))
-        assert Path(embedded.images[0]).read_bytes() == png() and len(faults) == len(cells) - 1
-        assert f"outside of {tmp_path}/cache/hub/datasets--someone--cards;" in faults[0].text
-        [words], _ = split_usable_rows(read("someone/texts", columns=columns))
-        assert words.images == []
-        # A folder that the recipe names has them, and its files alone.
-        *others, absolute, relative = read(HUB_ID, columns=columns, image_folder=str(images))[1:]
-        assert all(isinstance(row, RowProblem) for row in others), others
-        assert absolute.images == relative.images == [str(images / "a.png")]
+    hub.add_repository(HUB_ID, {"data/a.parquet": (tmp_path / "a.parquet").read_bytes()})
+    hub.add_repository("someone/texts", {"a.jsonl": "\n".join(map(json.dumps, texts)).encode()})
+    watched.clear()
+    columns = {name: name for name in table.column_names}
+    (embedded,), faults = split_usable_rows(read(HUB_ID, columns=columns))
+    assert Path(embedded.images[0]).read_bytes() == png() and len(faults) == len(cells) - 1
+    assert f"outside of {tmp_path}/cache/hub/datasets--someone--cards;" in faults[0].text
+    [words], _ = split_usable_rows(read("someone/texts", columns=columns))
+    assert words.images == []
+    # A folder that the recipe names has them, and its files alone.
+    *others, absolute, relative = read(HUB_ID, columns=columns, image_folder=str(images))[1:]
+    assert all(isinstance(row, RowProblem) for row in others), others
+    assert absolute.images == relative.images == [str(images / "a.png")]
     private = [arguments for _, arguments in watched if "private.png" in arguments]
     assert not private
 
@@ -465,10 +458,9 @@ def test_hidden_files_and_all_in_hidden_folders_are_of_neither_the_hub_nor_a_fol
     assert HubFolder(HUB_ID, None).files == Folder(str(tmp_path)).files == visible
 
 
-def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_read_as_its_folder_is(hub, tmp_path):
     """Also out of the Hub's cache, in which files are links."""
-    cache = tmp_path / "cache" / "hub"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
     local = tmp_path / "local"
     classes = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x"])}
@@ -505,34 +497,30 @@ def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):
     }
     labels = {"question": "What?", "answer": "label", "image": "image"}
     results = []
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        commit = hub.add_repository(HUB_ID, files).head
-        hub.repositories[HUB_ID].add_commit({"README.md": b"", "more/a.jsonl": b"{}"})
-        for split, subset, columns, number in (
-            (None, None, labels, 2),
-            ("test", "tables", labels, 1),
-            (None, "more", None, 1),
-            (None, "photos", labels, 2),
-        ):
-            options = {"split": split, "subset": subset, "columns": columns}
-            of_hub = read_conversations(DataSource(HUB_ID, revision=commit, **options))
-            of_folder = read_conversations(DataSource(str(local), **options))
-            assert [said(row) for row in of_hub] == [said(row) for row in of_folder]
-            assert len(of_hub) == number, subset
-            results.append((options, of_hub))
-        # All of its files are there now.
-        [snapshot] = cache.glob(f"*/snapshots/{commit}")
-        for options, of_hub in results:
-            assert read_conversations(DataSource(str(snapshot), **options)) == of_hub
-        num_downloads = len(hub.asked("GET", "/resolve/"))
-        assert said(of_hub[0]) == ["What?", "one"], of_hub[0]
-        read_conversations(DataSource(HUB_ID, revision=commit, columns=labels))
-        assert (
-            len(hub.asked("GET", "/resolve/")) == num_downloads
-        )  # what is there is not fetched again
-        with pytest.raises(ValueError, match="has the subsets tables, more, photos and not x: set"):
-            read(HUB_ID, revision=commit, subset="x")
+    commit = hub.add_repository(HUB_ID, files).head
+    hub.repositories[HUB_ID].add_commit({"README.md": b"", "more/a.jsonl": b"{}"})
+    for split, subset, columns, number in (
+        (None, None, labels, 2),
+        ("test", "tables", labels, 1),
+        (None, "more", None, 1),
+        (None, "photos", labels, 2),
+    ):
+        options = {"split": split, "subset": subset, "columns": columns}
+        of_hub = read_conversations(DataSource(HUB_ID, revision=commit, **options))
+        of_folder = read_conversations(DataSource(str(local), **options))
+        assert [said(row) for row in of_hub] == [said(row) for row in of_folder]
+        assert len(of_hub) == number, subset
+        results.append((options, of_hub))
+    # All of its files are there now.
+    [snapshot] = cache.glob(f"*/snapshots/{commit}")
+    for options, of_hub in results:
+        assert read_conversations(DataSource(str(snapshot), **options)) == of_hub
+    num_downloads = len(hub.asked("GET", "/resolve/"))
+    assert said(of_hub[0]) == ["What?", "one"], of_hub[0]
+    read_conversations(DataSource(HUB_ID, revision=commit, columns=labels))
+    assert len(hub.asked("GET", "/resolve/")) == num_downloads  # what is there is not fetched again
+    with pytest.raises(ValueError, match="has the subsets tables, more, photos and not x: set"):
+        read(HUB_ID, revision=commit, subset="x")
 
 
 def said(messages: list[dict]) -> list[str]:

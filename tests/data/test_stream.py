@@ -21,7 +21,8 @@ from glm4v_patched.data.stream import (
     StreamingCollator,
 )
 from glm4v_patched.remote.loss import IGNORE_INDEX
-from tests.helpers.data_forms import draw, make, turns, write_rows
+from tests.data.forms import draw, make
+from tests.data.samples import turns, write_rows
 
 
 def written(path, *rows) -> DataSource:

@@ -13,7 +13,7 @@ from glm4v_patched.data.messages import drop_train_flags
 from glm4v_patched.data.token_counts import WORD_START_RE, TokenCounter
 from glm4v_patched.demo.tiny_model import build_processor
 from glm4v_patched.remote.tokenization_chatglm import CHAT_TEMPLATE, SPECIAL_TOKENS
-from tests.helpers.data_forms import said, turns
+from tests.data.samples import said, turns
 
 # Words that contain spaces and other white space inside of and between tokens.
 TAUGHT = [

@@ -27,13 +27,7 @@ from pathlib import Path
 import torch
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.cells import (
-    WITHOUT_DEEPSPEED,
-    ZERO_STAGES,
-    Cell,
-    known_limit,
-    make_cells,
-)
+from tests.distributed.cells import WITHOUT_DEEPSPEED, ZERO_STAGES, Cell, known_limit, make_cells
 from tests.distributed.strategies import (
     Training,
     averaged,
@@ -42,7 +36,7 @@ from tests.distributed.strategies import (
     trainable,
     zero_config,
 )
-from tests.helpers.processes import gpu_environment, on_processes, run_ranks, run_with_limit
+from tests.helpers.processes import gpu_environment, run_ranks, run_with_limit
 from tests.helpers.tiny import BOI, EOI, PAD, random_pixels, small_model, text
 from tests.tables import put_rows, read_rows
 
@@ -256,7 +250,9 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
             rows.unlink()
         rank, seconds = (__file__, "--rank", str(folder)), 100 + 10 * len(rest)
         if on_gpus:
-            ended = run_with_limit(on_processes(2, *rank), seconds, gpu_environment())
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [*launcher, "--nproc_per_node", "2", *rank]
+            ended = run_with_limit(command, seconds, gpu_environment())
         else:
             ended = run_ranks(*rank, seconds=seconds)
         new_results = _read_results(folder, ended)

@@ -28,7 +28,7 @@ from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.cogagent import permuted, write_cogagent
-from tests.helpers.fresh_process import run_without_package
+from tests.helpers.processes import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
 from tests.remote.inputs import assert_close
 

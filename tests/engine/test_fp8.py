@@ -26,7 +26,7 @@ from glm4v_patched.engine.kernels.fp8_matmul import (
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
-from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
+from tests.helpers.fp8 import PLAIN, apart, build, layer, passes
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_config
 
 # Outputs are rounded to bf16: a relative error of 0.0017 on random data. With other operands it
@@ -50,6 +50,35 @@ def gradient_error(gradients: dict[str, torch.Tensor], expected: dict[str, torch
         for named in (gradients, expected)
     )
     return apart(actual, exact)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Quantize the rows of a tensor to e4m3, each with its scale, and dequantize them to fp64."""
+    largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    numbers = (x.float() * (448 / largest)).to(torch.float8_e4m3fn)
+    return numbers.double() * (largest / 448).double()
+
+
+def emulated(
+    linear: nn.Linear, x: torch.Tensor, towards: torch.Tensor, stored: bool
+) -> list[torch.Tensor]:
+    """Output and gradients of input, weight and bias, in fp64 from quantized operands.
+
+    Args:
+        linear: bf16.
+        x, towards: ``(T, I)`` and ``(T, O)``.
+        stored: The gradient of the input is made with the weight of forward, whose scales are
+            multiplied into ``towards``; otherwise the weight is quantized by its input channels.
+    """
+    weight, wide = linear.weight.detach(), towards.double()
+    out = rounded(x) @ rounded(weight).t()
+    if stored:
+        scale = weight.float().abs().amax(-1, keepdim=True) / 448
+        of_input = rounded(towards.float() * scale.t()) @ (rounded(weight) / scale.double())
+    else:
+        of_input = rounded(towards) @ rounded(weight.t()).t()
+    bias = 0 if linear.bias is None else linear.bias.detach().double()
+    return [out + bias, of_input, wide.t() @ x.double(), wide.sum(0)]
 
 
 both_kinds = pytest.mark.parametrize("stored", [False, True], ids=["dynamic", "stored"])

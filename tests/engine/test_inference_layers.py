@@ -1,6 +1,8 @@
 """Inference layers and their kernels."""
 
 import importlib.util
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from glm4v_patched.engine.implementations import (
     GUARDED_CLASSES,
     IMPLEMENTATIONS,
     INFERENCE,
+    TRAINING,
     ModelUsage,
     set_implementation,
     use_implementations,
 )
-from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
+from glm4v_patched.engine.kernels import inference_layers, reference, skinny_gemm
 from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
 from glm4v_patched.engine.kernels.fp8_matmul import Fp8Tensor, quantize_rows
 from glm4v_patched.engine.kernels.inference_layers import (
@@ -43,8 +46,7 @@ from glm4v_patched.remote.modeling_chatglm import (
     apply_rotary,
 )
 from glm4v_patched.remote.visual import PatchEmbedding, TransformerLayer
-from tests.helpers.fp8 import FP8_ALONE, apart, build
-from tests.helpers.plain_kernels import put_in_the_place_of_kernels
+from tests.helpers.fp8 import apart, build
 from tests.helpers.tiny import expanded_image, random_pixels, text
 
 if importlib.util.find_spec("triton"):  # torch's CPU builds do not include it
@@ -58,6 +60,19 @@ if importlib.util.find_spec("triton"):  # torch's CPU builds do not include it
     )
     from glm4v_patched.engine.kernels.skinny_gemm_triton import reduce_partials, split_k_matmul
 
+# As in inference, except for the kernels.
+FP8_ALONE = ModelUsage(purpose=TRAINING, fp8=True, stores_fp8=True, has_fused_quantization=True)
+KERNELS = {
+    "inference_triton": (
+        "layer_norm_add",
+        "add_rms_norm",
+        "rope_in_place",
+        "rope_and_update_cache",
+        "flash_decode",
+    ),
+    "fp8_triton": ("activate", "activate_and_quantize_rows"),
+    "skinny_gemm_triton": ("reduce_partials", "split_k_matmul"),
+}
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 NUM_SMS = 132  # of an H100 and an H200
 INFERENCE_CLASSES = {
@@ -150,9 +165,28 @@ def decode(model: nn.Module) -> torch.Tensor:
     return torch.cat((prompt, step), dim=1)
 
 
-def use_reference_kernels(monkeypatch, model: nn.Module, has_skinny_gemm=True) -> list[str]:
-    """Return a list that gets the name of each kernel called."""
-    calls = put_in_the_place_of_kernels(monkeypatch, model, has_skinny_gemm)
+def use_reference_kernels(monkeypatch, model: Any, has_skinny_gemm=True) -> list[str]:
+    """Replace the kernels by ``reference.py``; return a list that gets the name of each call."""
+    calls: list[str] = []
+
+    def noted(function):
+        def call(*args):
+            calls.append(function.__name__)
+            return function(*args)
+
+        return call
+
+    for name, functions in KERNELS.items():
+        module: Any = ModuleType(name)
+        vars(module).update({kernel: noted(getattr(reference, kernel)) for kernel in functions})
+        monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
+    is_tensor = lambda x: isinstance(x, torch.Tensor)  # noqa: E731
+    monkeypatch.setattr(inference_layers, "_can_use_kernels", is_tensor)
+    monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", (model.config.kv_channels,))
+    for module in (inference_layers, skinny_gemm):
+        monkeypatch.setattr(module, "num_sms", lambda device: 1)
+    is_supported = lambda rows, weight: has_skinny_gemm and rows <= 32  # noqa: E731
+    monkeypatch.setattr(skinny_gemm, "is_supported", is_supported)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     use_implementations(model, ModelUsage.inference())
     return calls
@@ -236,10 +270,8 @@ def test_torch_attends_where_kernels_do_not_support_the_mask_or_cache(monkeypatc
 def test_torch_rotates_heads_of_sizes_that_kernels_do_not_support(monkeypatch):
     model = build().eval().requires_grad_(False)
     expected = decode(model)
-    calls = put_in_the_place_of_kernels(monkeypatch, model, True)
+    calls = use_reference_kernels(monkeypatch, model)
     monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", ())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    use_implementations(model, ModelUsage.inference())
     assert apart(decode(model), expected) < 0.02
     assert "add_rms_norm" in calls and {"rope_in_place", "rope_and_update_cache"}.isdisjoint(calls)
 

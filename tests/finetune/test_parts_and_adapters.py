@@ -18,7 +18,6 @@ from glm4v_patched.finetune.training_arguments import LoopOptions
 from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.check_weights import COMPUTED_BUFFER_SUFFIX
-from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import built, recipe, train_here
 from tests.helpers.tiny import tiny_model
 
@@ -145,19 +144,16 @@ def test_saved_weights_have_the_mode_of_other_new_files(trained, build_tiny, tmp
     assert {*modes.values()} == {modes["new"]}, modes
 
 
-def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monkeypatch):
+def test_a_model_comes_from_the_hub_at_its_revision(hub, model_folder):
     name = "our-org/glm-4v-tiny"
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        files = {path.name: path.read_bytes() for path in model_folder.iterdir()}
-        repository = hub.add_repository(name, files)
-        repository.refs["v1"] = repository.head
-        newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
-        repository.add_commit({"config.json": json.dumps(newer).encode()})
-        run_recipe = recipe({"model": name, "engine.precision": "fp32"})
-        assert built(run_recipe).config.rope_ratio == 7
-        model = built(run_recipe.override({"revision": "v1", "trained": "lora_lm"}))
+    files = {path.name: path.read_bytes() for path in model_folder.iterdir()}
+    repository = hub.add_repository(name, files)
+    repository.refs["v1"] = repository.head
+    newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
+    repository.add_commit({"config.json": json.dumps(newer).encode()})
+    run_recipe = recipe({"model": name, "engine.precision": "fp32"})
+    assert built(run_recipe).config.rope_ratio == 7
+    model = built(run_recipe.override({"revision": "v1", "trained": "lora_lm"}))
     assert model.config.rope_ratio == 1
     adapter = model.peft_config["default"]
     assert (adapter.base_model_name_or_path, adapter.revision) == (name, "v1")

@@ -8,10 +8,7 @@ import transformers
 from transformers import SchedulerType
 
 from glm4v_patched.finetune import schedule
-from glm4v_patched.finetune.schedule import (
-    require_schedule,
-    schedule_warnings,
-)
+from glm4v_patched.finetune.schedule import require_schedule, schedule_warnings
 from tests.helpers.recipes import arguments_of, recipe
 
 

@@ -5,7 +5,6 @@ image. *Swapped*: each question is asked again with another image, to which the 
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterable
 from itertools import product
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import mean
 
 import datasets
-import pytest
 import torch
 
 from glm4v_patched.demo.images import COLORS, SHAPES, draw_data_set
@@ -44,12 +42,7 @@ def run(folder: Path, *command: object, environment: dict | None = None) -> Ende
         "WANDB_MODE": "disabled",
     }
     full_environment.pop("GLM4V_PATCHED", None)
-    # Commands of this Python's environment are found also if it is not activated.
-    path = [str(Path(sys.executable).parent), full_environment["PATH"]]
-    full_environment["PATH"] = os.pathsep.join(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return run_with_limit([str(argument) for argument in command], 1800, full_environment)
+    return run_with_limit([str(argument) for argument in command], 1800, full_environment, folder)
 
 
 def succeed(folder: Path, *command: object, environment: dict | None = None) -> None:

@@ -10,13 +10,14 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from glm4v_patched.engine.environment import path_with_interpreter
+from tests.helpers.processes import run_with_limit
 from tests.tables import installed, markdown, on_page, put_rows, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,26 +217,18 @@ def run_script(work: Path, *arguments: str) -> str:
         "HF_HOME": str(work / "home"),
         "HF_MODULES_CACHE": str(work / "modules"),
         "HF_HUB_OFFLINE": "1",
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": path_with_interpreter(),
     }
-    try:
-        ended = subprocess.run(
-            [sys.executable, str(SCRIPT), *arguments],
-            cwd=work,
-            env=environment,
-            timeout=SECONDS,
-            capture_output=True,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
+    ended = run_with_limit([sys.executable, str(SCRIPT), *arguments], SECONDS, environment, work)
+    if ended.status is None:
         return f"took more than {SECONDS} s"
-    if ended.returncode == 0:
+    if ended.status == 0:
         return ""
-    print(ended.stderr[-4000:], file=sys.stderr)
+    print(ended.output[-4000:], file=sys.stderr)
     # transformers prints the cause of a quantization error in a report before its own error.
-    errors = re.findall(r"^\w*(?:Error|Exception): .*", ended.stderr, re.M)
+    errors = re.findall(r"^\w*(?:Error|Exception): .*", ended.output, re.M)
     hidden = "automatic conversion of the weights" in (errors or [""])[-1]
-    return without_paths(errors[0 if hidden else -1] if errors else f"status {ended.returncode}")
+    return without_paths(errors[0 if hidden else -1] if errors else f"status {ended.status}")
 
 
 def without_paths(text: str) -> str:

@@ -4,7 +4,6 @@ cogagent-9b rotates by halves (``original_rope: false``). Reordering the rotated
 and keys turns one rotation into the other.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.tiny import update_json
 
 # Weights, biases and LoRA's second matrices, whose rows are those of the projection.
-PERMUTED = re.compile(r"encoder\.layers\.\d+\.self_attention\.query_key_value\.(\w+\.)*(\w+)")
-NOT_PERMUTED = "lora_A.weight"
+PERMUTED = re.compile(r"encoder\.layers\.\d+\.self_attention\.query_key_value\.(?!.*lora_A)")
 
 
 def permuted(weights: Mapping[str, Tensor], config: ChatGLMConfig) -> dict[str, Tensor]:
@@ -29,9 +28,7 @@ def permuted(weights: Mapping[str, Tensor], config: ChatGLMConfig) -> dict[str, 
     rows = [head * channels + channel for head in range(heads) for channel in order]
     rows += range(len(rows), len(rows) + config.multi_query_group_num * channels)
     return {
-        name: weight[rows].clone()
-        if PERMUTED.search(name) and not name.endswith(NOT_PERMUTED)
-        else weight
+        name: weight[rows].clone() if PERMUTED.search(name) else weight
         for name, weight in weights.items()
     }
 
@@ -39,22 +36,11 @@ def permuted(weights: Mapping[str, Tensor], config: ChatGLMConfig) -> dict[str, 
 def write_cogagent(model: Path, folder: Path) -> Path:
     """Write the cogagent of a glm-4v's folder, with one file of weights, to a new folder."""
     shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"original_rope": False}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _permute_file(folder / "model.safetensors", model)
+    update_json(folder / "config.json", original_rope=False)
+    permute_file(folder / "model.safetensors", model)
     return folder
 
 
-def write_cogagent_adapters(adapters: Path, folder: Path, model: Path, cogagent: Path) -> Path:
-    """Write adapters of a glm-4v for its cogagent to a new folder."""
-    shutil.copytree(adapters, folder)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": str(cogagent)}
-    path.write_text(json.dumps(config))
-    _permute_file(folder / "adapter_model.safetensors", model)
-    return folder
-
-
-def _permute_file(path: Path, model: Path) -> None:
+def permute_file(path: Path, model: Path) -> None:
     weights = permuted(load_file(path), ChatGLMConfig.from_pretrained(model))
     save_file(weights, path, metadata={"format": "pt"})

@@ -1,11 +1,11 @@
-"""Layers that multiply in fp8, their products written plainly; a model that learns."""
+"""Layers that multiply in fp8, and a model that learns."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from glm4v_patched.engine.implementations import TRAINING, ModelUsage, set_implementation
+from glm4v_patched.engine.implementations import set_implementation
 from glm4v_patched.engine.kernels.fp8_linear import Fp8DynamicLinear, Fp8StoredLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -22,9 +22,6 @@ PLAIN = EngineOptions(
     precision="bf16",
     stage3_max_live_parameters=1e9,
 )
-
-# As in inference, but for its kernels.
-FP8_ALONE = ModelUsage(purpose=TRAINING, fp8=True, stores_fp8=True, has_fused_quantization=True)
 
 
 def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
@@ -56,30 +53,3 @@ def apart(result: Tensor, exact: Tensor) -> float:
     """Their relative distance."""
     assert result.isfinite().all()
     return ((result.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Quantize the rows of a tensor to e4m3, each with its scale, and dequantize them to fp64."""
-    largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    numbers = (x.float() * (448 / largest)).to(torch.float8_e4m3fn)
-    return numbers.double() * (largest / 448).double()
-
-
-def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, stored: bool) -> list[Tensor]:
-    """Output and gradients of input, weight and bias, in fp64 from quantized operands.
-
-    Args:
-        linear: bf16.
-        x, towards: ``(T, I)`` and ``(T, O)``.
-        held: The gradient of the input is made with the weight of forward, whose scales are
-            multiplied into ``towards``; otherwise the weight is quantized by its input channels.
-    """
-    weight, wide = linear.weight.detach(), towards.double()
-    out = rounded(x) @ rounded(weight).t()
-    if stored:
-        scale = weight.float().abs().amax(-1, keepdim=True) / 448
-        of_input = rounded(towards.float() * scale.t()) @ (rounded(weight) / scale.double())
-    else:
-        of_input = rounded(towards) @ rounded(weight.t()).t()
-    bias = 0 if linear.bias is None else linear.bias.detach().double()
-    return [out + bias, of_input, wide.t() @ x.double(), wide.sum(0)]

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import huggingface_hub.constants
 import huggingface_hub.file_download
+from huggingface_hub.utils.sha import git_hash
 
 Answer = dict | list | bytes
 
@@ -37,22 +38,18 @@ class File:
 
     @property
     def oid(self) -> str:
-        """git's name of the blob."""
-        blob = self.content
+        """git's name of the blob, which is a pointer to a file of LFS."""
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
         if self.lfs:
-            version = "version https://git-lfs.github.com/spec/v1"
-            blob = f"{version}\noid sha256:{self.sha256}\nsize {len(blob)}\n".encode()
-        return hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest()
+            return git_hash(pointer.format(self.sha256, len(self.content)).encode())
+        return git_hash(self.content)
 
     def entry(self, path: str) -> dict:
         """Return the Hub's JSON for this file."""
-        size = len(self.content)
-        fields = {"type": "file", "path": path, "oid": self.oid, "size": size}
-        fields |= {"rfilename": path, "blobId": self.oid}
-        if self.lfs:
-            lfs = {"oid": self.sha256, "sha256": self.sha256, "size": size, "pointerSize": 130}
-            fields["lfs"] = lfs
-        return fields
+        names, size = {"path": path, "rfilename": path}, len(self.content)
+        fields = names | {"type": "file", "oid": self.oid, "blobId": self.oid, "size": size}
+        lfs = {"oid": self.sha256, "sha256": self.sha256, "size": size, "pointerSize": 130}
+        return fields | ({"lfs": lfs} if self.lfs else {})
 
 
 def is_lfs(path: str) -> bool:
@@ -163,11 +160,6 @@ class LocalHub:
         """Return the environment for processes whose client talks to this Hub."""
         return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_XET": "1"}
 
-    def redirect_client(self, monkeypatch) -> None:
-        """The same for the client of this process, which read the environment at its import."""
-        redirect_client(self.endpoint, monkeypatch)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-
     def add_repository(
         self, name: str, files: dict[str, bytes] | None = None, private: bool = False
     ) -> Repository:
@@ -195,10 +187,11 @@ class LocalHub:
 
 
 def redirect_client(endpoint: str, monkeypatch) -> None:
-    """Let the client of this process, which read ``HF_ENDPOINT`` at its import, talk to another."""
+    """Redirect the client of this process, which read the environment at its import."""
     constants = huggingface_hub.constants
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     for holder in (constants, huggingface_hub.file_download):  # 0.36 has a copy of it there
         monkeypatch.setattr(holder, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
@@ -212,8 +205,6 @@ class Refusal(Exception):
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, *where) -> None:
         """Clients go away, and faults cut them off; all else is kept in ``LocalHub.errors``."""
 
@@ -332,16 +323,14 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._resolve(*self._at(repository, revision), "/".join(path))
             case "POST", ["paths-info", revision]:
                 _, files = self._at(repository, revision)
-                wanted_paths = [
-                    path for path in parse_qs(self.body.decode())["paths"] if path in files
-                ]
+                paths = [path for path in parse_qs(self.body.decode())["paths"] if path in files]
                 # The Hub names xet's hash in the tree too; that would send downloads to xet.
                 xet = {"xetHash": "0" * 64}
-                return [files[p].entry(p) | (xet if files[p].lfs else {}) for p in wanted_paths]
+                return [files[p].entry(p) | (xet if files[p].lfs else {}) for p in paths]
             case "POST", ["lfs-files", "duplicate"]:
-                wanted_paths = json.loads(self.body)
-                target = self._repository(wanted_paths["target"]["name"], write=True)
-                hashes = [wanted["sha256"] for wanted in wanted_paths["files"]]
+                request = json.loads(self.body)
+                target = self._repository(request["target"]["name"], write=True)
+                hashes = [file["sha256"] for file in request["files"]]
                 target.objects |= {digest: repository.objects[digest] for digest in hashes}
                 return {"success": [], "failed": []}
         raise Refusal(404, f"no such route: {self.command} {self.path}")

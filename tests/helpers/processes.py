@@ -32,12 +32,6 @@ class Ended:
     output: str
 
 
-def on_processes(number: int, *script: str) -> list[str]:
-    """The command that runs a script on processes of this machine, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number)]
-    return [*command, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *script]
-
-
 def gpu_environment() -> dict[str, str]:
     """Return the environment for processes that import this package and the tests' helpers."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -143,6 +137,25 @@ def run_with_limit(
             _kill(process)
         output.seek(0)
         return Ended(status, output.read())
+
+
+def run_without_package(code: str, folder: Path, *arguments: str, **variables: str) -> str:
+    """Run Python code in a folder, for 300 s at most; return what it printed, or fail with that.
+
+    The process has its own caches, and finds neither this package's folder nor a network.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    environment |= {
+        "HF_HOME": str(folder / "home"),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", code, *arguments]
+    ended = run_with_limit(command, 300, environment | variables, folder)
+    assert ended.status == 0, ended.output[-4000:]
+    # Triton 3.9 lists at the end of a process what it has not freed.
+    return ended.output.partition("nanobind: leaked")[0]
 
 
 def run_ranks(*command: str, seconds: float, ranks: list[dict[str, str]] | None = None) -> Ended:

@@ -1,8 +1,6 @@
 """A source to build from; helpers that change and compare builds."""
 
-import hashlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,11 +50,6 @@ def as_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def python_of_card(folder: Path) -> list[str]:
-    """Return the Python blocks of a build's card."""
-    return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-
-
 def edit(path: Path, change: Callable[[dict], object]) -> None:
     """Change the JSON in a file of a build; a file that it is linked to stays the same."""
     values = json.loads(path.read_text())
@@ -65,36 +58,11 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     path.write_bytes(to_json_bytes(values))
 
 
-def amended(name: str, **values):
-    """Return a function that changes these fields of a JSON file of a build."""
-    return lambda folder: edit(folder / name, lambda config: config.update(values))
-
-
-def signed(plant: Callable[[Path], object]):
-    """Return a function that changes a folder with ``plant`` and updates its manifest."""
-    return lambda folder: [plant(folder), sign(folder)]
-
-
 def flip(path: Path) -> None:
     """Change the last byte of a file; a file that it is linked to stays the same."""
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
-def sign(folder: Path, *more: str, version: str = glm4v_patched.__version__) -> None:
-    """Update the manifest to the files in the folder and ``more``, as an attacker would."""
-
-    def digest(name: str) -> str:
-        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
-
-    def agree(manifest: dict) -> None:
-        names = {*manifest["files"], *more} | {path.name for path in folder.glob("*.safetensors")}
-        sizes = {n: (folder / n).stat().st_size for n in sorted(names) if (folder / n).exists()}
-        manifest["files"] = {n: {"size": s, "sha256": digest(n)} for n, s in sizes.items()}
-        manifest["version"] = version
-
-    edit(folder / MANIFEST, agree)
 
 
 def is_complete(files: dict[str, File], folder: Path) -> bool:
@@ -106,8 +74,8 @@ def is_complete(files: dict[str, File], folder: Path) -> bool:
     return same and {*stored} == {*listed, MANIFEST} and listed.items() <= hashes.items()
 
 
-def is_published(hub: LocalHub, folder: Path, name: str = NAME) -> bool:
+def is_published(hub: LocalHub, folder: Path) -> bool:
     """Return whether the build was published in one commit, which has the tag."""
-    repository = hub.repositories[name]
+    repository = hub.repositories[NAME]
     complete = len(repository.commits) == 2 and is_complete(repository.files, folder)
     return complete and repository.tags == {TAG: repository.head}

@@ -58,14 +58,8 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
     return recipe(values | dict(changes))
 
 
-def planned(
-    recipe: Recipe, checkpoint: Path | None = None, accept: bool = False, processes: int = 1
-) -> Path:
-    """Check the data, plan, and write both to ``out``; return the plan's file.
-
-    Args:
-        accept: Whether the checkpoint's rows may have been others.
-    """
+def planned(recipe: Recipe, checkpoint: Path | None = None, processes: int = 1) -> Path:
+    """Check the data, plan, and write both to ``out``; return the plan's file."""
     from glm4v_patched.finetune.plan import CHECKED_DATA, check_data, make_plan
 
     out = Path(recipe.out)
@@ -75,17 +69,17 @@ def planned(
     checked = check_data(job)
     checked.write(out / CHECKED_DATA)
     placement = Placement(processes, on_cpu=not torch.cuda.is_available())
-    plan = make_plan(job, placement, checked, checkpoint, accept)
+    plan = make_plan(job, placement, checked, checkpoint)
     plan.write()
     return plan.path
 
 
-def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = False) -> dict:
+def train_here(recipe: Recipe, checkpoint: Path | None = None) -> dict:
     """Check the data, train in this process, and return the contents of ``training.json``."""
     from glm4v_patched.finetune.plan import Plan
     from glm4v_patched.finetune.worker import train
 
-    train(Plan.read(planned(recipe, checkpoint, accept)))
+    train(Plan.read(planned(recipe, checkpoint)))
     return json.loads(Path(recipe.out, "training.json").read_text())
 
 

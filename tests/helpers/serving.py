@@ -1,12 +1,13 @@
 """Requests to a server, and calls of its application without one."""
 
-import asyncio
 import base64
 import io
 import itertools
 import json
 from types import SimpleNamespace
+from typing import Any
 
+import httpx2  # openai requires it
 from PIL import Image
 
 from glm4v_patched.inference.questions import Generation
@@ -35,42 +36,39 @@ def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-async def call(
+async def send(
     app, body: object = None, method: str = "POST", path: str = CHAT, **headers: str
-) -> tuple[int, dict]:
-    """Return an ASGI application's status and JSON; a stream of events has the key ``lines``.
-
-    The body is sent in two parts.
+) -> httpx2.Response:
+    """Send a request to an ASGI application, with its body in two parts.
 
     Args:
         body: Bytes, or a value to send as JSON.
         **headers: With ``_`` in place of ``-``.
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    parts = [content[: len(content) // 2], content[len(content) // 2 :]]
-    sent: list[dict] = []
 
-    async def receive():
-        if not parts:
-            await asyncio.Event().wait()  # the client stays connected
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+    async def parts():
+        yield content[: len(content) // 2]
+        yield content[len(content) // 2 :]
 
-    async def send(message):
-        sent.append(message)
+    pairs = {"content_type": "application/json"} | headers
+    request = httpx2.Request(
+        method,
+        f"http://localhost:8000{path}",
+        content=parts(),
+        headers={name.replace("_", "-"): value for name, value in pairs.items()},
+    )
+    response = await httpx2.ASGITransport(app).handle_async_request(request)
+    await response.aread()
+    return response
 
-    all_headers = {"host": "localhost:8000", "content_type": "application/json"} | headers
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "query_string": b"",
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in all_headers.items()],
-    }
-    await app(scope, receive, send)
-    reply_body = b"".join(message.get("body", b"") for message in sent[1:])
-    if reply_body.startswith((b"data: ", b"event: ")):
-        return sent[0]["status"], {"lines": reply_body.decode().splitlines()}
-    return sent[0]["status"], json.loads(reply_body or b"{}")
+
+async def call(app, *request: Any, **options: Any) -> tuple[int, dict]:
+    """Return the status and JSON of a response; a stream of events has the key ``lines``."""
+    response = await send(app, *request, **options)
+    if response.content.startswith((b"data: ", b"event: ")):
+        return response.status_code, {"lines": response.content.decode().splitlines()}
+    return response.status_code, json.loads(response.content or b"{}")
 
 
 class EchoQueue:

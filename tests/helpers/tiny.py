@@ -90,33 +90,6 @@ def expanded_image() -> list[int]:
     return [BOI, *[FILL] * NUM_IMAGE_TOKENS, EOI]
 
 
-def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Expand the image placeholders of inputs with equally many images in each sequence.
-
-    The mask, if any, gets ones, labels get -100, and position ids count every image token, as a
-    collator does that does not know images.
-    """
-    expanded = {name: [] for name in inputs if name not in ("images", "pixel_values")}
-    for row, ids in enumerate(inputs["input_ids"].tolist()):
-        begins = [i for i, token in enumerate(ids) if token == BOI]
-        for name, new in expanded.items():
-            values = inputs[name][row].tolist()
-            for begin in reversed(begins):
-                inner = {
-                    "input_ids": [FILL] * NUM_IMAGE_TOKENS,
-                    "attention_mask": [1] * NUM_IMAGE_TOKENS,
-                    "labels": [-100] * NUM_IMAGE_TOKENS,
-                    "position_ids": [values[begin] + 1 + i for i in range(NUM_IMAGE_TOKENS)],
-                }[name]
-                after = values[begin + 2 :]
-                if name == "position_ids":
-                    after = [value + NUM_IMAGE_TOKENS - 1 for value in after]
-                values = values[: begin + 1] + inner + after
-            new.append(values)
-    tensors = {name: torch.tensor(values) for name, values in expanded.items()}
-    return dict(inputs) | tensors
-
-
 def random_pixels(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
     return torch.randn(number, 3, side, side, generator=torch.Generator().manual_seed(seed))
 

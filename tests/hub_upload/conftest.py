@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import file_download
 from huggingface_hub.utils import _http
 
 from tests.helpers.legacy_repository import remote_code_under
@@ -47,20 +47,16 @@ def copy(built, tmp_path) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """An empty local Hub; this process's client uses it and retries without waiting."""
+def hub(hub, monkeypatch):
+    """An empty local Hub; this process's client has its token and retries without waiting."""
     from hub_upload.hub import limit_request_time
-    from tests.helpers.local_hub import LocalHub
 
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        for name, value in hub.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        for module in (_http, file_download):
-            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
-        monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: CERTIFICATES)
-        yield hub
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    for module in (_http, file_download):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: CERTIFICATES)
+    yield hub
     monkeypatch.undo()
     limit_request_time()
 

@@ -20,6 +20,7 @@ from glm4v_patched.models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from glm4v_patched.models.find import find_source
 from tests.helpers.answering import write_files
 from tests.helpers.publishable import as_files
+from tests.helpers.tiny import update_json
 
 NAME, BASE_ID, COMMIT = "our-org/glm-4v-shapes", "zai-org/glm-4v-9b", "a" * 40
 CARD = f"""---
@@ -80,8 +81,7 @@ def test_adapters_that_were_uploaded_are_found_with_their_base(adapters, build, 
 
 
 def damaged(folder: Path, **fields) -> None:
-    path = folder / ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    update_json(folder / ADAPTER_CONFIG, **fields)
 
 
 def with_another_weight(folder: Path) -> None:

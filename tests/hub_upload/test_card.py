@@ -9,9 +9,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.helpers import pages
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.processes import cpu_environment, run_with_limit
-from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files, python_of_card
+from tests.helpers.publishable import NAME, ROOT, TAG, UPSTREAM, as_files
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def blocks(built, tmp_path, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "image.png")
     pinned = f'name, revision = "{NAME}", "{TAG}"'
-    code = python_of_card(built)
+    code = pages.blocks(built / "README.md", "python")
     assert all(pinned in block for block in code)
     return [block.replace(pinned, f'name, revision = "{built}", None') for block in code]
 

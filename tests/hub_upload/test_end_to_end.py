@@ -7,14 +7,8 @@ from PIL import Image
 from transformers import AutoModel
 
 from tests.helpers.legacy_repository import remote_code_under
-from tests.helpers.publishable import (
-    NAME,
-    TAG,
-    UPSTREAM,
-    as_files,
-    python_of_card,
-    shards_of,
-)
+from tests.helpers.pages import blocks
+from tests.helpers.publishable import NAME, TAG, UPSTREAM, as_files, shards_of
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
@@ -34,7 +28,7 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     assert not shards_of(out) and set(hub.repositories[NAME].tags) == {TAG}
     card_variables: dict = {}
     with remote_code_under(tmp_path / "modules"):
-        exec(python_of_card(out)[0], card_variables)
+        exec(blocks(out / "README.md", "python")[0], card_variables)
         again = AutoModel.from_pretrained(NAME, trust_remote_code=True)
     model, inputs = card_variables["model"], card_variables["inputs"]
     assert card_variables["output_ids"].shape[1] > inputs["input_ids"].shape[1]

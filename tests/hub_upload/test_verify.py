@@ -3,6 +3,7 @@
 Each payload writes a file when it runs. After a signed change, the manifest agrees with the files.
 """
 
+import hashlib
 import json
 import pickle
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import glm4v_patched
 from glm4v_patched.models import limited_process
 from glm4v_patched.models.weight_files import WEIGHTS_INDEX as INDEX
 from hub_upload import checks
@@ -22,22 +24,27 @@ from hub_upload.files import BuiltFiles, is_small, read_folder
 from hub_upload.manifest import MANIFEST
 from hub_upload.publish import read_built_folder
 from hub_upload.verify import VerifyReport, check_files, check_weight_files, verify
-from tests.helpers.publishable import (
-    NAME,
-    UPSTREAM,
-    amended,
-    as_files,
-    edit,
-    flip,
-    shards_of,
-    sign,
-    signed,
-)
+from tests.helpers.publishable import NAME, UPSTREAM, as_files, edit, flip, shards_of
 
 EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
 EVIL = "evil-org/evil"
 CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
+
+
+def sign(folder: Path, *more: str, version: str = glm4v_patched.__version__) -> None:
+    """Update the manifest to the files in the folder and ``more``, as an attacker would."""
+
+    def digest(name: str) -> str:
+        return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+    def agree(manifest: dict) -> None:
+        names = {*manifest["files"], *more} | {path.name for path in folder.glob("*.safetensors")}
+        sizes = {n: (folder / n).stat().st_size for n in sorted(names) if (folder / n).exists()}
+        manifest["files"] = {n: {"size": s, "sha256": digest(n)} for n, s in sizes.items()}
+        manifest["version"] = version
+
+    edit(folder / MANIFEST, agree)
 
 
 def by_name(report: VerifyReport) -> dict[str, Check]:
@@ -88,6 +95,16 @@ def test_a_client_that_is_too_old_is_reported_with_the_cure(version, run, built,
 
 
 # Defects and payloads
+
+
+def amended(name: str, **values):
+    """Return a function that changes these fields of a JSON file of a build."""
+    return lambda folder: edit(folder / name, lambda config: config.update(values))
+
+
+def signed(plant):
+    """Return a function that changes a folder with ``plant`` and updates its manifest."""
+    return lambda folder: [plant(folder), sign(folder)]
 
 
 def replaced(name: str, old: str, new: str):

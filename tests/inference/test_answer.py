@@ -26,7 +26,7 @@ from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.terminal_text import show_progress
-from tests.helpers.local_hub import LocalHub
+from tests.helpers.tiny import update_json
 
 NEW = 6
 SETTINGS = "answers.jsonl.settings.json"
@@ -114,8 +114,7 @@ def test_which_cache_is_taken(files, tmp_path):
         assert static_cache.choose_cache(cache, device, base, weights) == expected
     shutil.copytree(files.model, tmp_path / "exported")
     config = tmp_path / "exported" / "config.json"
-    method = {"quantization_config": {"quant_method": "compressed-tensors"}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | method))
+    update_json(config, quantization_config={"quant_method": "compressed-tensors"})
     assert static_cache.choose_cache("auto", "cuda", ModelSource(str(config.parent))) == "dynamic"
 
 
@@ -227,25 +226,22 @@ def test_code_in_the_folder_is_not_run(files, tmp_path):
     assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
 
 
-def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypatch):
+def test_adapters_come_from_the_hub_at_their_revision(hub, files):
     names = ("adapter_config.json", "adapter_model.safetensors")
     contents = {name: (files.adapters / name).read_bytes() for name in names}
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        stored = contents | {"modeling_chatglm.py": b"code"}
-        repository = hub.add_repository("our-org/adapters", stored)
-        repository.refs["v1"] = first = repository.head
-        moved = contents["adapter_config.json"].replace(str(files.model).encode(), b"/was/there")
-        repository.add_commit({"adapter_config.json": moved})
-        base = find_source("our-org/adapters", "v1")
-        assert (base.model, base.revision) == (str(files.model), None)
-        assert base.adapters is not None and base.adapters.name == first
-        # What is a program there is not even fetched.
-        assert {path.name for path in base.adapters.iterdir()} == {*names}
-        moved = "our-org/adapters contains .* /was/there: .*in a copy"
-        with pytest.raises(ValueError, match=moved):
-            find_source("our-org/adapters")
+    stored = contents | {"modeling_chatglm.py": b"code"}
+    repository = hub.add_repository("our-org/adapters", stored)
+    repository.refs["v1"] = first = repository.head
+    moved = contents["adapter_config.json"].replace(str(files.model).encode(), b"/was/there")
+    repository.add_commit({"adapter_config.json": moved})
+    base = find_source("our-org/adapters", "v1")
+    assert (base.model, base.revision) == (str(files.model), None)
+    assert base.adapters is not None and base.adapters.name == first
+    # What is a program there is not even fetched.
+    assert {path.name for path in base.adapters.iterdir()} == {*names}
+    moved = "our-org/adapters contains .* /was/there: .*in a copy"
+    with pytest.raises(ValueError, match=moved):
+        find_source("our-org/adapters")
 
 
 def test_it_is_continued_where_it_was_stopped_and_so_is_its_progress(

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from glm4v_patched.cli import main
 from glm4v_patched.models.find import find_source
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.cogagent import permuted, write_cogagent, write_cogagent_adapters
+from tests.helpers.cogagent import permute_file, permuted, write_cogagent
+from tests.helpers.tiny import update_json
 
 ON_CPU = ["--device", "cpu", "--max-new-tokens", "6"]
 
@@ -37,7 +38,10 @@ def models(files, tmp_path_factory) -> Pair:
 @pytest.fixture(scope="module")
 def adapters(files, models) -> Pair:
     folder = models.cogagent.with_name("adapters")
-    return Pair(files.adapters, write_cogagent_adapters(files.adapters, folder, *models))
+    shutil.copytree(files.adapters, folder)
+    update_json(folder / "adapter_config.json", base_model_name_or_path=str(models.cogagent))
+    permute_file(folder / "adapter_model.safetensors", models.glm4v)
+    return Pair(files.adapters, folder)
 
 
 def test_answers_and_scores_are_equal(adapters, referenced, tmp_path, capsys):
@@ -64,9 +68,8 @@ def test_merged_weights_are_permuted_alike(models, adapters, tmp_path):
 
 def test_only_a_model_with_the_published_code_is_noted_as_not_compared(models, tmp_path, capsys):
     published = Path(shutil.copytree(models.cogagent, tmp_path / "published"))
-    config = json.loads((published / "config.json").read_text())
-    config["architectures"] = ["ChatGLMForConditionalGeneration"]
-    (published / "config.json").write_text(json.dumps(config))
+    architectures = ["ChatGLMForConditionalGeneration"]
+    update_json(published / "config.json", architectures=architectures)
     for model, noted in ((models.glm4v, 0), (models.cogagent, 0), (published, 1)):
         find_source(str(model))
         assert capsys.readouterr().err.count("`glm4v-patched compare FOLDER`") == noted

@@ -1,7 +1,6 @@
 """``glm4v-patched export``: the model in 8 or 4 bits, calibrated with rows that have images."""
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.cogagent import write_cogagent
-from tests.helpers.fresh_process import run_without_package
+from tests.helpers.processes import run_without_package
+from tests.helpers.tiny import update_json
 
 by_compressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None,
@@ -156,8 +156,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     words(told(files.model, tmp_path / "blind.jsonl"))
     shutil.copytree(files.model, tmp_path / "quantized")
     config = tmp_path / "quantized" / "config.json"
-    method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | method))
+    update_json(config, quantization_config={"quant_method": "awq", "bits": 4})
     assert "is quantized already, by awq" in told(tmp_path / "quantized", learned)
     needed: list[float] = []
     monkeypatch.setattr(module, "require_free_disk", lambda size, out: needed.append(size))

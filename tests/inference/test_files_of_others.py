@@ -1,6 +1,5 @@
 """What others have put under names that we use is neither followed, nor written to, nor copied."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.inference import answer
 from glm4v_patched.inference.answer_worker import Answer
 from tests.helpers.recipes import drawn_recipe, write_recipe
+from tests.helpers.tiny import update_json
 
 SECRET = "a key of somebody"
 
@@ -91,9 +91,7 @@ def test_merge_copies_no_key_out_of_a_model(files, tmp_path, secret, capfd, thin
     (model / name).unlink(missing_ok=True)
     THINGS[thing](model / name, secret)
     adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
-    config = json.loads((adapters / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(model)
-    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    update_json(adapters / "adapter_config.json", base_model_name_or_path=str(model))
     (adapters / "training.json").unlink(missing_ok=True)  # of the model as it was
     refused(["merge", str(adapters), "--out", str(tmp_path / "merged")], model, secret, capfd)
     assert not (tmp_path / "merged").exists()

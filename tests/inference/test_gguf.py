@@ -30,6 +30,7 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RotaryEmbedd
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.processes import ROOT, cpu_environment, run_with_limit
+from tests.helpers.tiny import update_json
 
 SCRIPT = ROOT / "docs" / "benchmarks" / "compare_with_llama_cpp.py"
 NOT_INSTALLED = "not installed: {}; nox -f tests/noxfile.py -s gguf"
@@ -203,8 +204,7 @@ def test_what_cannot_be_exported_leaves_nothing_behind(files, tmp_path, monkeypa
         return Path(shutil.copytree(files.model, tmp_path / name))
 
     def change(folder: Path, file: str, **values) -> Path:
-        settings = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps(settings | values))
+        update_json(folder / file, **values)
         return folder
 
     assert f"glm4v-patched merge {files.adapters} --out merged" in refused(files.adapters)

@@ -20,6 +20,7 @@ from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from hub_upload import build as building
 from hub_upload.build import build_model_repository, read_source
+from tests.helpers.tiny import update_json
 
 BOTH = r".*query_key_value"
 FIRST = "encoder.layers.0.self_attention.query_key_value"
@@ -88,9 +89,8 @@ def test_files_their_format_and_the_dtypes_of_the_base_are_kept(files, tmp_path)
 def moved_to(model: Path, files, folder: Path, **changes) -> Path:
     """The adapters in a folder of their own, on this model."""
     shutil.copytree(files.adapters, folder)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": str(model)} | changes
-    path.write_text(json.dumps(config))
+    changes = {"base_model_name_or_path": str(model)} | changes
+    update_json(folder / "adapter_config.json", **changes)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 import re
 import shutil
 import signal
@@ -40,6 +39,7 @@ from glm4v_patched.models.loading import load_with_processor
 from tests.helpers.answering import write_adapters
 from tests.helpers.processes import serving
 from tests.helpers.serving import QUESTION, about, call, data_url, png
+from tests.helpers.tiny import update_json
 
 KEY = "secret"
 NEW = 6
@@ -65,8 +65,7 @@ def endless(files, tmp_path_factory) -> Path:
     """The tiny model, whose answers end when they are cut."""
     folder = tmp_path_factory.mktemp("serve") / "endless"
     shutil.copytree(files.model, folder)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [10**6]}))
+    update_json(folder / "generation_config.json", eos_token_id=[10**6])
     return folder
 
 

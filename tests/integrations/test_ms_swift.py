@@ -1,7 +1,6 @@
 """The plug-in for ms-swift: encoded samples, and its registration in child processes."""
 
 import importlib.util
-import json
 import shutil
 import sys
 
@@ -12,6 +11,7 @@ from PIL import Image
 from glm4v_patched.data.collate import ConversationCollator
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import run_with_limit
+from tests.helpers.tiny import update_json
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("swift") is None,
@@ -130,8 +130,7 @@ def test_children_of_the_run_entry_register_it(original_rope, folder):
     """swift starts itself again as a child process."""
     model = folder / f"published_{original_rope}"
     shutil.copytree(folder / "published", model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"original_rope": original_rope}))
+    update_json(model / "config.json", original_rope=original_rope)
     (folder / "found.py").write_text(
         "from swift import get_model_processor\n"
         "from swift.model import get_model_info_meta\n"

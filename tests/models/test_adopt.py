@@ -19,8 +19,8 @@ from glm4v_patched.models.adopt import adopt, read_our_code
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.processes import run_without_package
 from tests.helpers.publishable import as_files, edit, shards_of, write_original
 from tests.helpers.tiny import expanded_image, random_pixels, text
 

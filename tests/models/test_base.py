@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
-from glm4v_patched.models import find, placement
+from glm4v_patched.models import placement
 from glm4v_patched.models.base import (
     ModelSource,
     digest_file,
@@ -119,18 +119,6 @@ def test_adapters_on_a_model_of_the_hub_that_is_no_glm4v_are_refused(tmp_path, m
         ValueError, match="adapters of .* not belong to a glm-4v: model_type is 'llama'"
     ):
         pin_revision(ModelSource("org/name", adapters=tmp_path / "adapters"))
-
-
-def test_the_revision_of_adapters_on_the_hub_is_not_taken_for_their_models(files, monkeypatch):
-    downloaded = []
-
-    def download(name, revision):
-        downloaded.append((name, revision))
-        return files.adapters
-
-    monkeypatch.setattr(find, "adapters_of_hub", download)
-    assert find_source("our-org/adapters", "v2").model == str(files.model)
-    assert downloaded == [("our-org/adapters", "v2")]
 
 
 def test_a_file_that_the_base_model_has_lost_is_named(tmp_path):

@@ -16,7 +16,6 @@ from glm4v_patched.models.check_weights import COMPUTED_BUFFER_SUFFIX, require_c
 from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe, write_recipe
 from tests.helpers.tiny import update_json
 
@@ -188,32 +187,27 @@ def test_from_scratch_accepts_only_missing_and_trained_weights(model):
             require_complete_model(str(model), None, from_scratch, trained)
 
 
-def test_weights_on_the_hub_are_checked_by_their_headers(model, tmp_path, monkeypatch):
+def test_weights_on_the_hub_are_checked_by_their_headers(hub, model, tmp_path):
     contents = {path.name: path.read_bytes() for path in model.iterdir()}
     change(model, without(TOWER))
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        hub.add_repository("our-org/whole", contents)
-        hub.add_repository(
-            "our-org/text", contents | {SINGLE_FILE: (model / SINGLE_FILE).read_bytes()}
-        )
-        require_complete_model("our-org/whole")
-        with pytest.raises(ValueError, match="38 of 55 weights are missing"):
-            require_complete_model("our-org/text")
-        for number, header in enumerate((b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": [null]}}')):
-            damaged = len(header).to_bytes(8, "little") + header
-            hub.add_repository(f"our-org/damaged-{number}", contents | {SINGLE_FILE: damaged})
-            with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be loaded"):
-                require_complete_model(f"our-org/damaged-{number}")
-        shard, where = (
-            contents.pop(SINGLE_FILE),
-            dict.fromkeys(load_file(tmp_path / "model" / SINGLE_FILE), "a"),
-        )
-        where = json.dumps({"weight_map": where}).encode()
-        hub.add_repository("our-org/index", contents | {"a": shard, WEIGHTS_INDEX: where})
-        with pytest.raises(ValueError, match=f"{WEIGHTS_INDEX} has metadata None"):
-            require_complete_model("our-org/index")
+    hub.add_repository("our-org/whole", contents)
+    hub.add_repository("our-org/text", contents | {SINGLE_FILE: (model / SINGLE_FILE).read_bytes()})
+    require_complete_model("our-org/whole")
+    with pytest.raises(ValueError, match="38 of 55 weights are missing"):
+        require_complete_model("our-org/text")
+    for number, header in enumerate((b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": [null]}}')):
+        damaged = len(header).to_bytes(8, "little") + header
+        hub.add_repository(f"our-org/damaged-{number}", contents | {SINGLE_FILE: damaged})
+        with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be loaded"):
+            require_complete_model(f"our-org/damaged-{number}")
+    shard, where = (
+        contents.pop(SINGLE_FILE),
+        dict.fromkeys(load_file(tmp_path / "model" / SINGLE_FILE), "a"),
+    )
+    where = json.dumps({"weight_map": where}).encode()
+    hub.add_repository("our-org/index", contents | {"a": shard, WEIGHTS_INDEX: where})
+    with pytest.raises(ValueError, match=f"{WEIGHTS_INDEX} has metadata None"):
+        require_complete_model("our-org/index")
 
 
 ON_CPU = ["--device", "cpu"]

@@ -1,6 +1,5 @@
 """The dtype that answers are computed in on a CPU: chosen, printed, and replaced by --dtype."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from glm4v_patched.models import loading
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.answering import write_files
+from tests.helpers.tiny import update_json
 
 NO_BF16 = "this CPU has no instructions for bf16"
 
@@ -33,8 +33,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
         model.save_pretrained(folders[dtype])
     shutil.copytree(files.adapters, folders["adapters"])
     config = folders["adapters"] / "adapter_config.json"
-    base = {"base_model_name_or_path": str(folders["bfloat16"])}
-    config.write_text(json.dumps(json.loads(config.read_text()) | base))
+    update_json(config, base_model_name_or_path=str(folders["bfloat16"]))
     return folders
 
 
@@ -85,8 +84,7 @@ def test_a_model_that_was_saved_quantized_is_not_converted(saved, cpu, tmp_path)
     cpu(False)
     shutil.copytree(saved["bfloat16"], tmp_path / "quantized")
     config = tmp_path / "quantized" / "config.json"
-    method = {"quantization_config": {"quant_method": "compressed-tensors"}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | method))
+    update_json(config, quantization_config={"quant_method": "compressed-tensors"})
     base = ModelSource(str(config.parent))
     assert loading.choose_dtype(base, "auto") == ("auto", "")
     with pytest.raises(ValueError, match="was saved quantized; remove --dtype"):

@@ -21,15 +21,12 @@ from glm4v_patched.patch.patch_set import AttributePatch, PatchSet
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
-from glm4v_patched.remote.modeling_chatglm import (
-    ChatGLMForSequenceClassification,
-    GLM4VForCausalLM,
-)
+from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification, GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.cogagent import permuted
 from tests.helpers.legacy_repository import image_row, remote_code_under, write_legacy_repository
-from tests.helpers.local_hub import LocalHub, redirect_client
+from tests.helpers.local_hub import redirect_client
 from tests.helpers.tiny import tiny_model, update_json
 from tests.remote.inputs import assert_close
 
@@ -206,13 +203,6 @@ def test_a_config_that_is_no_json_object_is_no_glm4v(tmp_path):
     for content in ("[]", "{", "null"):
         (tmp_path / "config.json").write_text(content)
         assert not Repository(tmp_path, {}).contains_glm4v()
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    with LocalHub() as hub:
-        hub.redirect_client(monkeypatch)
-        yield hub
 
 
 def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):

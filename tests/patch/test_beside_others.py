@@ -17,8 +17,8 @@ from glm4v_patched.patch.auto_classes import require_tested_transformers
 from glm4v_patched.remote.configuration_chatglm import FIRST_UNTESTED_TRANSFORMERS
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
+from tests.helpers.processes import run_without_package
 
 # Loads folders for which the installed transformers is too old; then, beside a config that is
 # registered for the whole process as vLLM's is, a folder for which it is newer than tested. Writes

@@ -19,12 +19,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import glm4v_patched
 import glm4v_patched.remote
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, find_adapter_problem
-from tests.helpers.fresh_process import run_without_package
-from tests.helpers.legacy_repository import (
-    image_row,
-    remote_code_under,
-    write_legacy_repository,
-)
+from tests.helpers.legacy_repository import image_row, remote_code_under, write_legacy_repository
+from tests.helpers.processes import run_without_package
 
 REMOTE = Path(glm4v_patched.remote.__file__).parent
 PUBLISHED = "zai-org/glm-4v-9b"

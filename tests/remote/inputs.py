@@ -14,8 +14,8 @@ def user(content, **rest) -> list[dict]:
     return [{"role": "user", "content": content, **rest}]
 
 
-def pil_image(color="red", size=(30, 20)) -> Image.Image:
-    return Image.new("RGB", size, color)
+def pil_image(color="red") -> Image.Image:
+    return Image.new("RGB", (30, 20), color)
 
 
 def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
@@ -28,10 +28,10 @@ def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
     return padded(rows, "left") | ({"pixel_values": random_pixels(number)} if number else {})
 
 
-def two_sequences(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
+def two_sequences(image: list[int] | None = None) -> dict[str, torch.Tensor]:
     """A sequence with an image (expanded by default) and a shorter text; labels for all tokens."""
     image = expanded_image() if image is None else image
-    inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
+    inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], "left")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     return inputs | {"pixel_values": random_pixels(1) if image else None, "labels": labels}
 

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from glm4v_patched.remote.image_checks import PromptFormat
-from glm4v_patched.remote.image_layout import (
-    ExpandedBatch,
-    InputBatch,
-    expand_image_placeholders,
-)
+from glm4v_patched.remote.image_layout import ExpandedBatch, InputBatch, expand_image_placeholders
 from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     BOI,

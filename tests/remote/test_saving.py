@@ -19,7 +19,7 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
-from tests.helpers.fresh_process import run_without_package
+from tests.helpers.processes import run_without_package
 from tests.helpers.tiny import (
     expanded_image,
     golden_bytes,
