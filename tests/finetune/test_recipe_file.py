@@ -13,7 +13,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm4v_patched.finetune.recipe.file import MAX_RECIPE_BYTES, read_document, set_nested
+from glm4v_patched.finetune.recipe.file import (
+    MAX_RECIPE_BYTES,
+    Document,
+    RecipeProblem,
+    read_document,
+    set_nested,
+)
 from glm4v_patched.finetune.recipe.sections import (
     Recipe,
     RecipeError,
@@ -105,6 +111,13 @@ def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name):
     for content, message in BROKEN[name]:
         [line] = problem_lines(tmp_path, content, name)
         assert line.startswith(name + message) and len(line) < 350
+
+
+def test_an_absent_field_has_the_line_of_the_innermost_section(tmp_path):
+    lines = {"a": 1, "a.b": 3}
+    problems = [RecipeProblem(name, name) for name in ("a.b.c.d", "a.c", "b")]
+    messages = str(Document(tmp_path, {}, lines).error(problems)).splitlines()
+    assert [message.split(":")[1] for message in messages] == ["3", "1", " b"]
 
 
 def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):

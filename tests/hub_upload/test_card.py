@@ -71,7 +71,7 @@ def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tm
     use = blocks[0].replace(f'"{built}", None', f'"{NAME}", "{TAG}"')
     (command,) = re.findall(r"`glm4v-patched (train .*?)`", card[1])
     one, other = re.findall(r"`([^`]*PeftModel[^`]*)`", card[1])
-    answer = use.index("answer = ")
+    answer = use.index("output_ids = ")
     script = 'import sys\nsys.modules["glm4v_patched"] = None  # cannot be imported\n'
     script += "\n".join([use[:answer], one, other, use[answer:]])
     script += "learned = [n for n, p in model.named_parameters() if 'lora_B' in n and p.any()]\n"

@@ -92,11 +92,12 @@ class Document:
     def _location(self, name: str) -> str:
         """Return where a value is, as the beginning of a message.
 
-        This is ``command line: ``, ``FILE:LINE: `` of the field or else of its section, or
-        ``FILE: `` if the file has neither.
+        This is ``command line: ``, ``FILE:LINE: `` of the field or else of its innermost section
+        that the file has, or ``FILE: `` if it has neither.
         """
         file = printable(str(self.path))
-        name_and_sections = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
+        sections = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        name_and_sections = [name, *reversed(sections)]  # the innermost section first
         if not self.overridden.isdisjoint(name_and_sections):
             return "command line: "
         for key in name_and_sections:
