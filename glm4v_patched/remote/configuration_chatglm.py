@@ -648,9 +648,8 @@ class ChatGLMConfig(PretrainedConfig):
         except ImportError:
             raise
         except Exception as error:  # transformers may fail on any setting of other models
-            unknown = ", ".join(
-                sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED_CONFIG_FIELDS)
-            )
+            known = SAVED_CONFIG_FIELDS | cls.attribute_map.keys()
+            unknown = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - known))
             cure = f"; glm-4v has no {unknown:.500}: remove the wrong setting" if unknown else ""
             raise ValueError(
                 f"config.json cannot be read by transformers {transformers.__version__}: "

@@ -329,7 +329,7 @@ def test_a_difference_on_a_single_sample_does_not_blame_the_original(change, sam
 
 def test_the_loss_of_a_batch_is_the_mean_over_supervised_tokens_and_not_over_samples():
     mean_over_samples = computed(**{"loss batch": -0.5})  # of 1 and 3, with 2 and 6 tokens
-    line = "padded batch", "loss, error to samples alone", "OURS IS WRONG"
+    line = "padded batch", "loss, difference from samples alone", "OURS IS WRONG"
     assert verdicts(computed(), mean_over_samples) == {line}
 
 

@@ -109,7 +109,7 @@ def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context, w
 
 
 def test_a_buffer_of_fewer_places_than_sets_has_one_for_each(rows):
-    assert len(taken(StreamDataset([rows] * 3, 1, buffer=2), 30)) == 30
+    assert len(taken(StreamDataset([rows] * 3, 1, buffer_size=2), 30)) == 30
 
 
 def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_buffer_has_places(

@@ -89,7 +89,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     tiny_model().save_pretrained(folder / "model")
     output = run_two_processes(on_each_rank, folder, seconds=300)
-    assert output.count("cached in the memory of 2 processes") == 2 * 3
+    assert output.count("each of 2 processes caches features in its own memory") == 2 * 3
     return folder
 
 

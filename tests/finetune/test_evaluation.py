@@ -267,7 +267,7 @@ def test_an_image_that_changed_before_it_is_evaluated_is_refused(base_recipe, tm
     data = shutil.copytree(Path(base_recipe.data.train).parent, tmp_path / "drawn")
     job = resolve_recipe(base_recipe.override({"data.train": str(data / "train.jsonl")}))
     checked, processor = check_data(job), ChatGLMProcessor.from_pretrained(base_recipe.model)
-    rows = worker._eval_rows(make_plan(job, Placement(1, on_cpu=True), checked), checked, processor)
+    rows = worker._eval_data(make_plan(job, Placement(1, on_cpu=True), checked), checked, processor)
     [conversation, *_] = rows["eval_dataset"]
     Path(conversation[0]["image"]).write_bytes(b"changed")
     with pytest.raises(ValueError, match="has changed since the training began"):

@@ -94,7 +94,7 @@ def test_memory_outside_of_torch_is_left_out_of_what_is_shown_as_free():
 def test_memory_is_planned_for_accumulated_gradients_where_there_are_some(mine, accumulation):
     job = resolve_recipe(mine.override({"trainer.gradient_accumulation_steps": accumulation}))
     plan = make_plan(job, Placement(1, on_cpu=True), check_data(job))
-    assert plan.batch.accumulates is (accumulation > 1)
+    assert plan.batch.accumulates_gradients is (accumulation > 1)
 
 
 def test_workers_are_planned_for_all_images_of_a_batch_and_the_processes_of_this_machine(

@@ -157,7 +157,7 @@ def test_neutral_options_change_nothing(options, ask, queue):
 def test_the_page_lists_all_that_is_ignored():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     lines = {"a request": requests.IGNORED_KEYS, "a message": conversation.IGNORED_MESSAGE_KEYS}
-    lines["a part of a message, its image"] = conversation.IGNORED_PART_KEYS
+    lines["a part of a message, or its `image_url`"] = conversation.IGNORED_PART_KEYS
     for name, keys in lines.items():
         [line] = re.findall(rf"^\| {name} \|(.*)", page, re.M)
         listed = re.findall("`([a-z_]+)`", line.partition("; `store`")[0].partition(":")[0])

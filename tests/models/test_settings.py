@@ -57,7 +57,7 @@ def test_a_config_of_wrong_types_is_read_or_refused_by_the_settings_name(name):
 
 def test_two_names_of_one_setting_that_differ_are_refused():
     config = golden_json("config.json")
-    with pytest.raises(ValueError, match="different values for num_hidden_layers and num_layers"):
+    with pytest.raises(ValueError, match="num_hidden_layers and num_layers, .* of them$"):
         ChatGLMConfig.from_dict(config | {"num_hidden_layers": 3})
     alone = {name: value for name, value in config.items() if name != "num_layers"}
     assert ChatGLMConfig.from_dict(alone | {"num_hidden_layers": 3}).num_layers == 3
