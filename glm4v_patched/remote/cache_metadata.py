@@ -54,6 +54,13 @@ def is_static(cache: Cache | None) -> bool:
     return cache is not None and bool(cache.is_compileable)
 
 
+def _num_filled(cache: Cache) -> int:
+    """Return the number of a cache's entries, without waiting for the device."""
+    if not is_static(cache):
+        return cached_length(cache)
+    return records[-1].length if (records := _get_metadata(cache)) else 0
+
+
 def static_capacity(cache: Cache | None) -> int | None:
     """Return the capacity of a static cache in entries; ``None`` for any other cache."""
     layers = [] if cache is None else cache.layers
@@ -198,12 +205,14 @@ class ExpandedPrompt:
             releases of transformers pass only the position ids of new tokens.
         num_prepare_calls: How many times ``prepare_inputs_for_generation`` was called, which is
             once for each forward pass.
+        num_columns: The length of ``input_ids`` in the latest of these calls.
     """
 
     input_ids: Tensor
     batch: ExpandedBatch
     position_ids: Tensor | None = None
     num_prepare_calls: int = 0
+    num_columns: int = 0
 
     @property
     def length(self) -> int:
@@ -242,12 +251,15 @@ class ExpandedPrompt:
         num_generated = self.num_generated(input_ids)
         if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):
             return 0
-        if is_static(cache):  # reading the cache's own length would wait for the device
-            num_filled = records[-1].length if (records := _get_metadata(cache)) else 0
-        else:
-            num_filled = cached_length(cache)
-        num_uncached = self.length + num_generated - num_filled
+        num_uncached = self.length + num_generated - _num_filled(cache)
         return num_uncached if 0 < num_uncached <= num_generated else 0
+
+    def is_repeated(self, input_ids: Tensor, cache: Cache | None) -> bool:
+        """Return whether the previous call had equally many ids, and the cache has all of them."""
+        previous, self.num_columns = self.num_columns, input_ids.shape[1]
+        if cache is None or previous != self.num_columns:
+            return False
+        return _num_filled(cache) >= self.length + self.num_generated(input_ids)
 
     def decode_position_ids(self, num_generated: int, num_uncached: int) -> Tensor:
         """Return the position ids ``(B, num_uncached)`` of the last generated tokens."""

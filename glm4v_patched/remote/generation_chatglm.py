@@ -40,6 +40,7 @@ from .keywords import (
     resolve_cache,
 )
 from .masks import decode_mask
+from .sharding import has_process_group
 
 # On devices where generate compiles decode steps, the capacity of a static cache is rounded up to a
 # multiple of this number, because each capacity needs its own compilation.
@@ -123,25 +124,30 @@ class ChatGLMGenerationMixin(GenerationMixin):
                     "whole sequence: pass use_cache=False if that is intended, or the cache as "
                     f"{CACHE_KEYWORD}"
                 )
-            num_uncached = 0
-            if inputs_embeds is None:
-                length = input_ids.shape[1]
-                if (
-                    expanded_prompt.num_prepare_calls > 1
-                    and attention_mask is not None
-                    and attention_mask.shape[1] > length
-                ):
-                    # Under synced_gpus, generate calls forward until the answers of all processes
-                    # are complete. In a process that has finished, only the mask gets longer.
-                    if cache is not None:
-                        return forwarded | self._idle_inputs(input_ids)
-                    attention_mask = attention_mask[:, :length]
-                num_uncached = expanded_prompt.num_uncached(input_ids, cache)
+            is_repeated = expanded_prompt.is_repeated(input_ids, cache)
+            if has_process_group() and expanded_prompt.num_prepare_calls > 1:
+                # Under synced_gpus, generate calls forward until the answers of all processes are
+                # complete. A process that has finished passes its last token, which may have no
+                # position id, and after that the same ids again.
+                if cache is None:
+                    input_ids = input_ids[:, : self._num_columns_with_positions(expanded_prompt)]
+                    if attention_mask is not None:
+                        attention_mask = attention_mask[:, : input_ids.shape[1]]
+                elif is_repeated:
+                    return forwarded | self._idle_inputs(input_ids)
+            num_uncached = expanded_prompt.num_uncached(input_ids, cache)
             if num_uncached and cache is not None:
                 inputs = self._decode_inputs(expanded_prompt, input_ids, cache, num_uncached)
                 return forwarded | inputs
         batch = InputBatch(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
+            if (
+                has_process_group()
+                and not SLICES_INPUTS_EMBEDS
+                and (num_generated := input_ids.shape[1] - (prompt_length or 0))
+                and cached_length(cache) >= inputs_embeds.shape[1] + num_generated
+            ):
+                return forwarded | self._idle_inputs(input_ids)
             images_by_name = {"pixel_values": pixel_values, "images": images}
             is_first = kwargs.get("is_first_iteration")  # passed by some releases only
             inputs = self._inputs_from_embeds(batch, inputs_embeds, images_by_name, cache, is_first)
@@ -227,9 +233,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         past_length = length - num_uncached
         # A slice has the strides of input_ids, whose change in each step would cause recompilation.
         new_ids_BQ = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
+        num_positions = num_generated
+        if has_process_group():  # only the last token of a finished process may have no position id
+            max_columns = self._num_columns_with_positions(prompt)
+            num_positions = min(num_generated, max_columns - prompt.input_ids.shape[1])
         inputs: dict[str, Any] = {
             "input_ids": new_ids_BQ,
-            "position_ids": prompt.decode_position_ids(num_generated, num_uncached),
+            "position_ids": prompt.decode_position_ids(num_positions, num_uncached),
             "attention_mask": prompt.padding_mask(length),
             CACHE_KEYWORD: cache,
             "prompt_length": 0,  # all of these tokens are generated
@@ -263,6 +273,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
         ids_B1 = torch.zeros_like(input_ids[:, :1])
         return {"input_ids": ids_B1, "image_features": features_0TD, "use_cache": False}
 
+    def _num_columns_with_positions(self, prompt: ExpandedPrompt) -> int:
+        """Return up to which length ``input_ids``, prompt and answer, have position ids."""
+        max_generated = self.config.seq_length - 1 - prompt.batch.last_position
+        return prompt.input_ids.shape[1] + max_generated
+
     def _checked_length(self, prompt: ExpandedPrompt, cache: Cache, num_generated: int) -> int:
         """Return the length of prompt and generated tokens.
 
@@ -271,7 +286,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 the limit ``seq_length``.
         """
         length = prompt.length + num_generated
-        check_position(prompt.batch.last_position + num_generated, self.config.seq_length)
+        # generate does not read the last token, except in a process that has finished.
+        num_read = num_generated - 1 if has_process_group() else num_generated
+        check_position(prompt.batch.last_position + num_read, self.config.seq_length)
         check_cache_capacity(cache, length)
         return length
 
@@ -347,9 +364,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
         prompt = None
         if embeds is None and input_ids is not None:
             prompt = self._expand_prompt(input_ids, images, model_kwargs)
-        elif images is not None and expand_size > 1:
-            ids = self.transformer._ids_of_embeds(embeds, len(images))
-            prompt = self._expand_prompt(ids, images, model_kwargs | {"prompt_length": None})
+        elif embeds is not None and expand_size > 1:
+            # Without images, too: sharded embeddings are gathered in all processes together.
+            ids = self.transformer._ids_of_embeds(embeds, 0 if images is None else len(images))
+            if images is not None:
+                prompt = self._expand_prompt(ids, images, model_kwargs | {"prompt_length": None})
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
@@ -410,14 +429,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
             # The last generated token needs no position id, because no forward pass reads it.
-            max_generated = self.config.seq_length - prompt.batch.last_position
-            greatest_length = prompt.input_ids.shape[1] + max_generated
+            greatest_length = self._num_columns_with_positions(prompt) + 1
             if generation_config.max_length > greatest_length:
                 max_cache_length -= generation_config.max_length - greatest_length
                 generation_config.max_length = greatest_length
         # generate does not cache the last token, except under synced_gpus, in a process that has
         # finished while another has not.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if has_process_group():
             max_cache_length += 1
         if self.device.type not in DEVICES_WITHOUT_COMPILATION:
             num_multiples = -(-max_cache_length // STATIC_CACHE_MULTIPLE)

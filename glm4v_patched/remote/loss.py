@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .sharding import greatest_over_processes
+
 # A name's suffix lists the tensor's dimensions: hidden_BLD is (B, L, D).
 # Shapes: B sequences, L length of input_ids, K columns that logits_to_keep selects, R expanded
 # length, D hidden size, V vocabulary, S supervised tokens of the whole batch.
@@ -42,20 +44,31 @@ def chunked_next_token_loss(
     labels_BL: Tensor,
     num_items_in_batch: Tensor | int | None,
     chunk_size: int,
+    is_sharded: bool = False,
 ) -> Tensor:
     """Compute :func:`next_token_loss` of ``project(hidden_BLD)`` without storing all logits.
 
     Logits exist for ``chunk_size`` supervised tokens at a time, and backward recomputes them.
+
+    Args:
+        is_sharded: Whether each call of ``project`` gathers weights, so that all processes have to
+            compute equally many chunks.
     """
 
     def chunk_loss(hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
         return F.cross_entropy(project(hidden_SD).float(), targets_S, reduction="sum")
 
     indices, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
-    hidden_chunks = hidden_BLD[indices].split(chunk_size)
     # Without supervised tokens there is one empty chunk, so that backward works, too.
+    hidden_chunks = [*hidden_BLD[indices].split(chunk_size)]
+    target_chunks = [*targets.split(chunk_size)]
+    if is_sharded:
+        num_chunks = greatest_over_processes(len(hidden_chunks), targets.device)
+        num_empty = num_chunks - len(hidden_chunks)
+        hidden_chunks += [hidden_chunks[0][:0]] * num_empty
+        target_chunks += [targets[:0]] * num_empty
     total: Any = 0.0
-    for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
+    for hidden, target in zip(hidden_chunks, target_chunks, strict=True):
         total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
     return _average(total, targets, num_items_in_batch)
 

@@ -63,7 +63,11 @@ from .loss import (
     next_token_loss,
 )
 from .masks import cache_allows_decode_step, causal_mask, decode_mask
-from .sharding import must_run_on_every_process, refuse_device_map_in_several_processes
+from .sharding import (
+    gathers_weights,
+    must_run_on_every_process,
+    refuse_device_map_in_several_processes,
+)
 from .visual import EVA2CLIPModel, PatchEmbedding, VisionOutputCollector
 
 logger = logging.get_logger(__name__)
@@ -585,8 +589,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         check_cache_capacity(cache, past_length + length)
 
         embeds_BRD = self.embedding(batch.input_ids) if inputs_embeds is None else inputs_embeds
+        # Without a prompt_length from generate, a pass over one token is taken for a decode step.
+        num_prompt = length - 1 if prompt_length is None else prompt_length
+        is_prefill = past_length == 0 or num_prompt > 0
         embeds_BRD, features = self._merge_images(
-            embeds_BRD, batch.image_mask, pixel_values, features, past_length
+            embeds_BRD, batch.image_mask, pixel_values, features, is_prefill
         )
         mask = causal_mask(self.config, embeds_BRD, batch, cache, past_length)
         if batch.packed_position_ids is not None:
@@ -813,7 +820,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return None, features
 
     def _merge_images(
-        self, embeds_BRD, image_mask_BR, pixel_values, features_NTD, past_length
+        self, embeds_BRD, image_mask_BR, pixel_values, features_NTD, is_prefill
     ) -> tuple[Tensor, Tensor | None]:
         """Replace the embeddings of image tokens by image features.
 
@@ -827,7 +834,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 return embeds_BRD, None
             source = features_NTD.to(embeds_BRD.device, embeds_BRD.dtype)
             return embeds_BRD.masked_scatter(image_mask_BR[..., None], source), features_NTD
-        if past_length == 0 and must_run_on_every_process(self.vision):
+        if is_prefill and must_run_on_every_process(self.vision):
             # Another process may have an image, so the tower has to run here, too. It runs on a
             # dummy image, whose features are multiplied by 0.
             side, channels = self.vision.dummy_image_size, self.vision.vision_config.in_channels
@@ -922,8 +929,16 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
         ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
+        # Without images nothing is compared, but another process may have images, and sharded
+        # embeddings are gathered in all processes together.
+        if num_images or gathers_weights(self.embedding):
+            # Reading the attribute "weight" would make DeepSpeed gather it.
+            weight: Any = next(self.embedding.parameters())
+            if hasattr(weight, "full_tensor"):  # FSDP2 gathers it only in the model's forward
+                vectors = weight.full_tensor()[list(markers)]
+            else:
+                vectors = self.embedding(torch.tensor(markers, device=ids.device))
         if num_images:
-            vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
             # In a compiled graph, image_checks.assert_in_graph checks the number of begin ids.
@@ -1146,7 +1161,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             if has_fused_cross_entropy(output_layer):
                 return output_layer(hidden_BRD, *loss_inputs), None
             # peft wrapped the layer, or a quantizer replaced it.
-            return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
+            loss = chunked_next_token_loss(
+                output_layer, hidden_BRD, *loss_inputs, is_sharded=gathers_weights(output_layer)
+            )
+            return loss, None
         if labels_are_selected:
             logits = output_layer(selection.select(hidden_BRD))
             # Column c + 1 of labels is the label that column c predicts. next_token_loss shifts its

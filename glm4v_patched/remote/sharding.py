@@ -4,6 +4,26 @@ import torch
 from torch import nn
 
 
+def has_process_group() -> bool:
+    """Return whether this process is one of several that may wait for each other."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def gathers_weights(module: nn.Module) -> bool:
+    """Return whether ZeRO-3 or FSDP gathers weights of a module whenever the module runs."""
+    # ZeRO-3 adds ds_status to the parameters that it shards.
+    if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
+        return True
+    if not has_process_group():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters()) or any(
+        isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()
+    )
+
+
 def must_run_on_every_process(module: nn.Module) -> bool:
     """Return whether a module has to run in every process, even in one that has no input for it.
 
@@ -11,21 +31,19 @@ def must_run_on_every_process(module: nn.Module) -> bool:
     weights that are replicated (ZeRO-1, ZeRO-2, DDP) require it, too, because every process has to
     fill the same gradient buckets.
     """
-    # ZeRO-3 adds ds_status to the parameters that it shards.
-    if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
+    if gathers_weights(module):
         return True
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters()) or any(
-        isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()
-    )
     is_trained = torch.is_grad_enabled() and any(
         parameter.requires_grad for parameter in module.parameters()
     )
-    return is_sharded or (is_trained and torch.distributed.get_world_size() > 1)
+    return is_trained and has_process_group() and torch.distributed.get_world_size() > 1
+
+
+def greatest_over_processes(value: int, device: torch.device) -> int:
+    """Return the greatest of the values that all processes pass."""
+    greatest = torch.tensor(value, device=device)
+    torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX)
+    return int(greatest)
 
 
 def refuse_device_map_in_several_processes(model: nn.Module) -> None:
