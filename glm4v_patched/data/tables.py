@@ -560,8 +560,10 @@ def _rows_of_archive(path: str, class_names: ClassNames) -> Iterator[dict]:
     """
     row: dict[str, Any] = {}
     tool_columns: dict[str, str] = {}
+    end = 0  # archive.offset may lie beyond a damaged header
     with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
+            end = archive.offset
             archive.members = []  # type: ignore[attr-defined]  # tarfile would keep all in memory
             if member.size < 0:  # tarfile would go back in the file, without end
                 raise ValueError(
@@ -591,7 +593,7 @@ def _rows_of_archive(path: str, class_names: ClassNames) -> Iterator[dict]:
             assert content is not None  # it is a file
             row[suffix] = _decode_member(f"{path}: {member.name}", suffix, content.read())
             tool_columns = {"__key__": key, "__url__": path}
-        _check_end_of_archive(file, archive.offset)
+        _check_end_of_archive(file, end)
     if row:
         yield row | tool_columns
 

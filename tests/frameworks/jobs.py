@@ -220,6 +220,8 @@ def axolotl(
     text = f"{FILES['axolotl.yaml']}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
     words = ("axolotl", "train", "axolotl.yaml", *options)
     further = {"files": {"axolotl.yaml": text, **ZERO3}, "note": ITS_PIN} | further
+    # Without a network, axolotl waits for its telemetry server before it exits.
+    further["environment"] = {"AXOLOTL_DO_NOT_TRACK": "1"}
     return Job("axolotl", name, "axolotl", (*RUN, *words), " ".join(words), **further)
 
 
