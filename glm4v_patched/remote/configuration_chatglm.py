@@ -648,7 +648,8 @@ class ChatGLMConfig(PretrainedConfig):
         except ImportError:
             raise
         except Exception as error:  # transformers may fail on any setting of other models
-            known = SAVED_CONFIG_FIELDS | cls.attribute_map.keys()
+            # transformers 4.57 adds attn_implementation.
+            known = SAVED_CONFIG_FIELDS | cls.attribute_map.keys() | {"attn_implementation"}
             unknown = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - known))
             cure = f"; glm-4v has no {unknown:.500}: remove the wrong setting" if unknown else ""
             raise ValueError(
