@@ -347,14 +347,14 @@ def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -
     """
     is_gathered = options.gathers_whole_layers and not options.compile
     elements = 0
-    parts = zip(
+    stacks = zip(
         ("tower", "language_model"),
         (options.tower, options.language),
         (config.vision.num_hidden_layers, config.num_layers),
         linear_layer_shapes(config),
         strict=True,
     )
-    for part, policy_name, num_layers, shapes in parts:
+    for part, policy_name, num_layers, shapes in stacks:
         if part == "tower" and not trains_tower(options.trained):
             continue
         layer_elements = sum(

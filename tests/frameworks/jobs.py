@@ -63,6 +63,14 @@ def trl(name: str, job: str, steps: int, rate: float, **more) -> Job:
     return Job("TRL", name, "trl", command, trainer, **more)
 
 
+def trl_sharded(name: str, job: str, steps: int, rate: float, **more) -> Job:
+    """The same on two processes under ZeRO-3; adapters are merged afterwards."""
+    if job.endswith("_lora"):
+        more |= {"then": MERGE, "out": "merged"}
+    trainer = f"trl.{job.removesuffix('_lora').upper()}Trainer"
+    return trl(name, job, steps, rate, start=TORCHRUN, reads=trainer, files=ZERO3, **more)
+
+
 def trl_command(name: str, job: str, steps: int, rate: float, *options: object, **more) -> Job:
     """The same by TRL's command line, with another seed."""
     common = {
@@ -101,14 +109,8 @@ TRL = [
         fails="ValueError: .* does not seem to be a vision-language model",
     ),
     trl("DPO", "dpo", 60, 5e-4, **PREFERS),
-    *(
-        trl(
-            *(f"{where}: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3),
-            **{"start": TORCHRUN, "reads": "trl.DPOTrainer", "files": ZERO3, "gpus": gpus},
-            **{"then": MERGE, "out": "merged"} | PREFERS,
-        )
-        for where, gpus in (("two processes on a CPU", 0), ("two GPUs", 2))
-    ),
+    trl_sharded("two processes on a CPU: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3, **PREFERS),
+    trl_sharded("two GPUs: DPO, LoRA, ZeRO-3", "dpo_lora", 60, 5e-3, gpus=2, **PREFERS),
     trl("KTO", "kto", 100, 1e-3, **PREFERS),
     trl("Reward", "reward", 30, 1e-3, measure="scores", note=TEXT_ONLY),
     trl(
@@ -117,12 +119,7 @@ TRL = [
         note=f'task_type="SEQ_CLS"; {TEXT_ONLY}',
     ),
     trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
-    trl(
-        *("two GPUs: GRPO, ZeRO-3", "grpo", 100, 4e-4),
-        **{"start": TORCHRUN, "reads": "trl.GRPOTrainer", "files": ZERO3, "gpus": 2},
-        note=SIGHTED,
-        **DRAWS,
-    ),
+    trl_sharded("two GPUs: GRPO, ZeRO-3", "grpo", 100, 4e-4, gpus=2, note=SIGHTED, **DRAWS),
     trl(
         name="GRPO, vLLM generates",
         job="grpo_vllm",
